@@ -1,0 +1,3 @@
+"""Tilewright runs graphs of tensor operations."""
+
+from tilewright._version import __version__ as __version__

@@ -1,0 +1,1 @@
+"""The declarative layer: tensors, operations, inference, checks, JSON. Pure Python, no torch."""

@@ -1,0 +1,1 @@
+"""One file an operation family: its records, and the methods that declare them on a graph."""
