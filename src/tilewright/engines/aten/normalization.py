@@ -1,0 +1,239 @@
+"""Layer, instance, adaptive layer and RMS normalization, forward.
+
+With mean and variance (biased) over the normalized axes:
+
+    Y = (x - mean) inv_variance scale + bias,   inv_variance = (variance + epsilon)^-1/2
+
+and RMSNorm with inv_variance = (mean of x^2 + epsilon)^-1/2 and no mean. The normalized axes
+are, for layernorm and rmsnorm, those on which scale has an extent other than 1; for
+adalayernorm the same but axis 0, on which scale has one entry a sample; for instancenorm the
+spatial axes (2 and on), scale being (1, C, 1, ...). In the TRAINING phase mean and inv_variance
+are outputs, with extent 1 on the normalized axes.
+
+Statistics are float32 whatever the operands are (float64 for float64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.engines.aten import casts
+from tilewright.engines.aten.dense import implements_dense
+from tilewright.engines.aten.registry import Kernel, Operands
+from tilewright.errors import NotSupportedError
+from tilewright.graph.tensor import Tensor as TensorRecord
+
+Tensor = torch.Tensor
+ReadScalar = Callable[[Operands], float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which axes are normalized, and how to bring them to the end."""
+
+    axes: tuple[int, ...]
+    # The axes' extents and the number of elements that a statistic is over.
+    shape: tuple[int, ...]
+    count: int
+    # A permutation that moves the axes to the end; empty if they are there already.
+    order: tuple[int, ...]
+    # True if scale varies over the normalized axes only, so ATen's function applies it.
+    affine_inside: bool
+
+    def move(self, x: Tensor) -> Tensor:
+        """``x`` with the normalized axes last."""
+        return x.permute(self.order) if self.order else x
+
+    def move_back(self, x: Tensor) -> Tensor:
+        """The inverse of ``move``."""
+        if not self.order:
+            return x
+        return x.permute(tuple(self.order.index(axis) for axis in range(len(self.order))))
+
+
+def layout_of(kind: str, source: TensorRecord, scale: TensorRecord) -> Layout:
+    """The layout of normalization ``kind`` ("layernorm", "rmsnorm_backward", ...).
+
+    Raises:
+        NotSupportedError: if scale does not broadcast to the input.
+    """
+    fits = len(scale.dim) == len(source.dim) and all(
+        have in (1, want) for have, want in zip(scale.dim, source.dim, strict=True)
+    )
+    if not fits:
+        raise NotSupportedError(
+            f"tensor {scale.label()} has dim {scale.dim}; expected 1 or the extent of the input "
+            f"{source.dim} on each axis"
+        )
+    rank = len(source.dim)
+    varying = tuple(axis for axis, extent in enumerate(scale.dim) if extent != 1)
+    if kind.startswith("instancenorm"):
+        axes = tuple(range(2, rank))
+    elif kind.startswith("adalayernorm"):
+        axes = tuple(axis for axis in varying if axis != 0)
+    else:
+        axes = varying
+    if not axes:
+        # Extent 1 everywhere: the last axis is as good as any other.
+        axes = (rank - 1,)
+    rest = tuple(axis for axis in range(rank) if axis not in axes)
+    order = () if rest + axes == tuple(range(rank)) else rest + axes
+    shape = tuple(source.dim[axis] for axis in axes)
+    return Layout(axes, shape, math.prod(shape), order, set(varying) <= set(axes))
+
+
+def scalar_reader(operation: Any, port: str, device: torch.device) -> ReadScalar:
+    """A function that reads the one-element input ``port`` on the host, at each call.
+
+    Raises:
+        NotSupportedError: if reading would wait for a device.
+    """
+    record = operation.inputs.get(port)
+    if record is None:
+        raise NotSupportedError(f"{operation.kind}: input {port!r} is absent")
+    if device.type != "cpu" and not record.is_pass_by_value:
+        raise NotSupportedError(
+            f"tensor {record.label()} ({port}) lies on {device.type}; the ATen engine reads it on "
+            "the host, so it must be passed by value"
+        )
+
+    def read(inputs: Operands) -> float:
+        return inputs[port].item()
+
+    return read
+
+
+def require_dim(record: TensorRecord | None, dim: Sequence[int], what: str) -> None:
+    """Require that ``record``, if present, has this dim.
+
+    Raises:
+        NotSupportedError: naming the tensor, its dim and the expected one.
+    """
+    if record is not None and record.dim != tuple(dim):
+        raise NotSupportedError(
+            f"tensor {record.label()} has dim {record.dim}; expected {tuple(dim)}: {what}"
+        )
+
+
+def statistics_dim(source: TensorRecord, layout: Layout) -> tuple[int, ...]:
+    """The dim of a statistic: 1 on the normalized axes."""
+    return tuple(1 if axis in layout.axes else extent for axis, extent in enumerate(source.dim))
+
+
+@implements_dense("layernorm", "instancenorm", "adalayernorm")
+def prepare_layernorm(operation: Any, device: torch.device) -> Kernel:
+    """Y, and in the TRAINING phase mean and inv_variance, of input, scale, bias and epsilon."""
+    source, scale = operation.inputs["input"], operation.inputs["scale"]
+    bias = operation.inputs.get("bias")
+    y = operation.outputs["Y"]
+    layout = layout_of(operation.kind, source, scale)
+    require_dim(y, source.dim, "Y has the input's dim")
+    require_dim(bias, scale.dim, "bias has the scale's dim")
+    for port in ("mean", "inv_variance"):
+        require_dim(
+            operation.outputs.get(port),
+            statistics_dim(source, layout),
+            "a statistic has extent 1 on the normalized axes",
+        )
+    dtype = casts.compute_dtype((source, y))
+    load = casts.loader(source, dtype, device)
+    load_scale = casts.loader(scale, dtype, device)
+    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+    epsilon = scalar_reader(operation, "epsilon", device)
+    store = casts.storer(y)
+    save = _statistics_saver(operation, layout)
+    shape, affine_inside = list(layout.shape), layout.affine_inside
+
+    def run(inputs: Operands, outputs: Operands) -> None:
+        weight = load_scale(inputs["scale"])
+        shift = load_bias(inputs["bias"]) if load_bias is not None else None
+        if affine_inside:
+            result, mean, inverse = torch.native_layer_norm(
+                layout.move(load(inputs["input"])),
+                shape,
+                weight.reshape(shape),
+                shift.reshape(shape) if shift is not None else None,
+                epsilon(inputs),
+            )
+            result = layout.move_back(result)
+        else:
+            result, mean, inverse = torch.native_layer_norm(
+                layout.move(load(inputs["input"])), shape, None, None, epsilon(inputs)
+            )
+            result = layout.move_back(result).mul_(weight)
+            if shift is not None:
+                result.add_(shift)
+        store(outputs["Y"], result)
+        if save is not None:
+            save(outputs, mean, inverse)
+
+    return run
+
+
+@implements_dense("rmsnorm")
+def prepare_rmsnorm(operation: Any, device: torch.device) -> Kernel:
+    """Y, and in the TRAINING phase inv_variance, of input, scale, bias or none, and epsilon."""
+    source, scale = operation.inputs["input"], operation.inputs["scale"]
+    bias = operation.inputs.get("bias")
+    y, saved = operation.outputs["Y"], operation.outputs.get("inv_variance")
+    layout = layout_of(operation.kind, source, scale)
+    require_dim(y, source.dim, "Y has the input's dim")
+    require_dim(bias, scale.dim, "bias has the scale's dim")
+    require_dim(saved, statistics_dim(source, layout), "extent 1 on the normalized axes")
+    dtype = casts.compute_dtype((source, y))
+    load = casts.loader(source, dtype, device)
+    load_scale = casts.loader(scale, dtype, device)
+    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+    epsilon = scalar_reader(operation, "epsilon", device)
+    # A plain output is computed in place: this is memory-bound, and one buffer less counts.
+    store = None if casts.is_plain(y, dtype) else casts.storer(y)
+    save = casts.storer(saved) if saved is not None else None
+    axes, per_element = layout.axes, 1.0 / layout.count if layout.count else math.nan
+
+    def run(inputs: Operands, outputs: Operands) -> None:
+        x = load(inputs["input"])
+        norm = torch.linalg.vector_norm(x, 2, axes, keepdim=True)
+        inverse = norm.mul_(norm).mul_(per_element).add_(epsilon(inputs)).rsqrt_()
+        if store is None:
+            result = torch.mul(x, inverse, out=outputs["Y"])
+        else:
+            result = x * inverse
+        result.mul_(load_scale(inputs["scale"]))
+        if load_bias is not None:
+            result.add_(load_bias(inputs["bias"]))
+        if store is not None:
+            store(outputs["Y"], result)
+        if save is not None:
+            save(outputs["inv_variance"], inverse)
+
+    return run
+
+
+def _statistics_saver(
+    operation: Any, layout: Layout
+) -> Callable[[Operands, Tensor, Tensor], None] | None:
+    """Writes mean and inv_variance where the operation has them as outputs."""
+    mean = operation.outputs.get("mean")
+    inverse = operation.outputs.get("inv_variance")
+    if mean is None and inverse is None:
+        return None
+    store_mean = casts.storer(mean) if mean is not None else None
+    store_inverse = casts.storer(inverse) if inverse is not None else None
+    # ATen leaves the mean over nothing unset.
+    nothing = layout.count == 0
+
+    def save(outputs: Operands, mean_value: Tensor, inverse_value: Tensor) -> None:
+        if nothing:
+            mean_value.fill_(math.nan)
+            inverse_value.fill_(math.nan)
+        if store_mean is not None:
+            store_mean(outputs["mean"], layout.move_back(mean_value))
+        if store_inverse is not None:
+            store_inverse(outputs["inv_variance"], layout.move_back(inverse_value))
+
+    return save
