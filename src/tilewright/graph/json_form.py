@@ -10,7 +10,7 @@ from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.attributes import coerce, encode
 from tilewright.graph.builder import Builder
-from tilewright.graph.enums import tensor_reordering
+from tilewright.graph.enums import knob_type, tensor_reordering
 from tilewright.graph.operation import (
     Operation,
     check_ports,
@@ -56,17 +56,43 @@ def to_json(graph: Builder, indent: int | None = None) -> str:
     return json.dumps(to_dict(graph), indent=indent, allow_nan=False)
 
 
+def parse(text: Any) -> Mapping[str, Any]:
+    """The JSON object in ``text`` (str or bytes).
+
+    Raises:
+        GraphError: if it is no JSON object.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise GraphError(f"graph JSON: not a JSON document: {error}") from error
+    return _mapping(document, "graph JSON")
+
+
 def fill_from_json(graph: Builder, text: str | bytes) -> None:
     """Declare on an empty ``graph`` what ``text`` says.
 
     Raises:
         GraphError: if the text is no JSON, or not the form of a graph.
     """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GraphError(f"graph JSON: not a JSON document: {error}") from error
-    fill_from_dict(graph, document)
+    fill_from_dict(graph, parse(text))
+
+
+def read_plan(entry: Any) -> tuple[int, dict[knob_type, int]]:
+    """(engine id, knobs) of a stored plan.
+
+    Raises:
+        GraphError: if it is not the form of one.
+    """
+    plan = _mapping(entry, "graph JSON: plan")
+    engine = coerce(int, plan.get("engine"), "graph JSON: plan: engine")
+    knobs = _mapping(plan.get("knobs", {}), "graph JSON: plan: knobs")
+    return engine, {
+        coerce(knob_type, name, "graph JSON: plan: knob"): coerce(
+            int, value, f"graph JSON: plan: knob {name}"
+        )
+        for name, value in knobs.items()
+    }
 
 
 def fill_from_dict(graph: Builder, document: Any) -> None:

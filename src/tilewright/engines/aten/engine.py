@@ -1,0 +1,154 @@
+"""The ATen engine: runs a graph operation by operation with torch's own functions.
+
+Virtual tensors live in the caller's workspace. ATen functions may allocate temporaries of their
+own, which the plan's behavior note says (ALLOCATES_TEMPORARIES).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import tilewright.engines.aten as package
+from tilewright.engines.aten.registry import Kernel, prepare
+from tilewright.engines.base import Knobs, Proposal
+from tilewright.graph.enums import behavior_note, numeric_note
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.operation import Operation
+from tilewright.graph.shapes import span_elements
+from tilewright.graph.tensor import Tensor
+from tilewright.launch.workspace import Piece, WorkspacePlan, plan_workspace
+from tilewright.torch_dtypes import to_torch
+
+_PROPOSAL = Proposal(
+    behavior_notes=frozenset({behavior_note.ALLOCATES_TEMPORARIES}),
+    numeric_notes=frozenset({numeric_note.FLOAT32_COMPUTE}),
+)
+
+
+def _load_kernels() -> None:
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+class AtenEngine:
+    """See ``tilewright.engines.base.Engine``."""
+
+    def unusable_reason(self, device: torch.device) -> str | None:
+        """ATen runs wherever torch does."""
+        return None
+
+    def propose(self, graph: DeclaredGraph, device: torch.device) -> list[Proposal]:
+        """One proposal without knobs; preparing the kernels finds what is declined."""
+        _prepare_steps(graph, device)
+        return [_PROPOSAL]
+
+    def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> AtenExecutable:
+        """Prepare a kernel an operation."""
+        return AtenExecutable(graph, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    kernel: Kernel
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Virtual:
+    piece: Piece
+    dtype: torch.dtype
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_flat: bool
+
+
+class AtenExecutable:
+    """The kernels of a graph in order, and where each finds its operands."""
+
+    def __init__(self, graph: DeclaredGraph, device: torch.device) -> None:
+        bound = [*graph.inputs(), *graph.outputs()]
+        virtual = graph.virtual_tensors()
+        position = {tensor.uid: i for i, tensor in enumerate([*bound, *virtual])}
+        sizes = [
+            (t.label(), t.data_type.span_bytes(span_elements(t.dim, t.stride))) for t in virtual
+        ]
+        self.workspace: WorkspacePlan = plan_workspace(sizes)
+        self._virtual = tuple(
+            _Virtual(
+                piece,
+                to_torch(t.data_type),
+                t.dim,
+                t.stride,
+                t.ragged_offset is not None or t.data_type.is_sub_byte,
+            )
+            for piece, t in zip(self.workspace.pieces, virtual, strict=True)
+        )
+        self._steps = tuple(
+            _Step(
+                kernel,
+                tuple(
+                    (port, position[tensor.uid]) for port, tensor in _operands(operation).items()
+                ),
+                tuple((port, position[tensor.uid]) for port, tensor in operation.outputs.items()),
+            )
+            for operation, kernel in _prepare_steps(graph, device)
+        )
+
+    def prepare(
+        self, views: Sequence[torch.Tensor], workspace: torch.Tensor | None
+    ) -> Callable[[], None]:
+        """The work of one call: each kernel with its operands by port."""
+        places: Sequence[torch.Tensor] = views
+        if self._virtual:
+            places = [*views, *(_carve(entry, workspace) for entry in self._virtual)]
+        if len(self._steps) == 1:
+            step = self._steps[0]
+            kernel = step.kernel
+            inputs = {port: places[i] for port, i in step.inputs}
+            outputs = {port: places[i] for port, i in step.outputs}
+            return lambda: kernel(inputs, outputs)
+        calls = [
+            (
+                step.kernel,
+                {port: places[i] for port, i in step.inputs},
+                {port: places[i] for port, i in step.outputs},
+            )
+            for step in self._steps
+        ]
+
+        def run() -> None:
+            for kernel, inputs, outputs in calls:
+                kernel(inputs, outputs)
+
+        return run
+
+
+def _carve(entry: _Virtual, workspace: torch.Tensor | None) -> torch.Tensor:
+    if workspace is None:
+        return torch.empty(entry.dim, dtype=entry.dtype)
+    start = entry.piece.offset_bytes
+    flat = workspace[start : start + entry.piece.size_bytes].view(entry.dtype)
+    return flat if entry.is_flat else flat.as_strided(entry.dim, entry.stride)
+
+
+def _operands(operation: Operation) -> dict[str, Tensor]:
+    """Input tensors by port, and the ragged offsets of every port as "<port>.ragged_offset"."""
+    operands = dict(operation.inputs)
+    for port, tensor in (*operation.inputs.items(), *operation.outputs.items()):
+        if tensor.ragged_offset is not None:
+            operands[f"{port}.ragged_offset"] = tensor.ragged_offset
+    return operands
+
+
+def _prepare_steps(graph: DeclaredGraph, device: torch.device) -> list[tuple[Operation, Kernel]]:
+    _load_kernels()
+    return [(operation, prepare(operation, device)) for operation in graph.operations]
+
+
+ENGINE = AtenEngine()

@@ -1,0 +1,72 @@
+"""The engine contract: what planning asks of an engine, and what it gets back.
+
+An engine is a module-level object that satisfies ``Engine``. Planning reads its capability rows
+without importing it; only ``propose`` and ``build`` need its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tilewright.graph.enums import behavior_note, knob_type, numeric_note
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.launch.workspace import WorkspacePlan
+
+if TYPE_CHECKING:
+    import torch
+
+Knobs = tuple[tuple[knob_type, int], ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One way in which an engine would run a graph. Any knobs compute the same function.
+
+    ``cost`` orders proposals: an estimate in microseconds, lower first.
+    """
+
+    knobs: Knobs = ()
+    cost: float = 0.0
+    behavior_notes: frozenset[behavior_note] = frozenset()
+    numeric_notes: frozenset[numeric_note] = frozenset()
+
+
+class Executable(Protocol):
+    """A built plan. Immutable: concurrent calls share it and nothing else."""
+
+    workspace: WorkspacePlan
+
+    def prepare(
+        self, views: Sequence[torch.Tensor], workspace: torch.Tensor | None
+    ) -> Callable[[], None]:
+        """The work of one call on bound views (slot order: inputs, then outputs)."""
+
+
+class Engine(Protocol):
+    """Code that can run a class of graphs."""
+
+    def unusable_reason(self, device: torch.device) -> str | None:
+        """Why nothing can run on ``device`` (no compiler, wrong architecture), or None."""
+
+    def propose(self, graph: DeclaredGraph, device: torch.device) -> list[Proposal]:
+        """Ranked ways to run a validated graph, best first.
+
+        Raises:
+            NotSupportedError: naming the tensor and the rule.
+        """
+
+    def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> Executable:
+        """Build one proposal.
+
+        Raises:
+            NotSupportedError: naming the tensor and the rule.
+        """
+
+
+def load_engine(module: str) -> Any:
+    """The ``ENGINE`` object of an engine's module."""
+    import importlib
+
+    return importlib.import_module(module).ENGINE

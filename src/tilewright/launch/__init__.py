@@ -1,0 +1,1 @@
+"""From a caller's buffers to one checked call: facts, spans, aliases, workspace, frames."""

@@ -1,0 +1,76 @@
+"""Handles: a device and the stream that work is sent to. With no GPU a handle carries the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.errors import BindingError
+
+
+class Handle:
+    """A device and an optional stream (an int, as cudaStream_t; None: the current stream)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: int | None = None
+        self.is_alive = True
+
+    def __repr__(self) -> str:
+        return f"Handle(device={self.device}, stream={self.stream})"
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def create_handle(device: Any = None) -> Handle:
+    """A handle on ``device`` (anything torch.device takes; default: see ``default_device``)."""
+    if device is None:
+        return Handle(default_device())
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return Handle(chosen)
+
+
+def destroy_handle(handle: Handle) -> None:
+    """Mark the handle as gone; a later use raises BindingError."""
+    handle.is_alive = False
+
+
+def set_stream(handle: Handle, stream: Any) -> None:
+    """Send later work of ``handle`` to ``stream``: an int, a torch stream, or None."""
+    _require_alive(handle)
+    handle.stream = as_stream_pointer(stream)
+
+
+def get_stream(handle: Handle) -> int | None:
+    """The stream set on the handle, as an int; None if none was set."""
+    _require_alive(handle)
+    return handle.stream
+
+
+def as_stream_pointer(stream: Any) -> int | None:
+    """A stream as the int that the driver knows.
+
+    Raises:
+        BindingError: if ``stream`` is no int, no torch stream and not None.
+    """
+    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+        return stream
+    pointer = getattr(stream, "cuda_stream", None)
+    if isinstance(pointer, int):
+        return pointer
+    raise BindingError(f"stream: got {stream!r}; expected an int, a torch.cuda.Stream, or None")
+
+
+def _require_alive(handle: Handle) -> None:
+    if not isinstance(handle, Handle):
+        raise BindingError(f"handle: got {type(handle).__name__}; expected a Handle")
+    if not handle.is_alive:
+        raise BindingError("handle: it was destroyed")

@@ -1,0 +1,1 @@
+"""From a validated graph to one ranked list of plans, and to the plan that runs."""

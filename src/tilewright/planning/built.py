@@ -1,0 +1,51 @@
+"""A built plan: an executable, the binder that feeds it, and the frames it makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.engines.base import Engine, Executable, load_engine
+from tilewright.errors import NotSupportedError
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.launch.binder import Binder, VariantPack, workspace_view
+from tilewright.launch.frames import Frame
+from tilewright.launch.slots import in_place_pairs, make_slots
+from tilewright.planning.plans import Plan
+from tilewright.planning.table import engine_by_id
+
+
+class BuiltPlan:
+    """Immutable once made; concurrent calls share it and no mutable state (L10)."""
+
+    def __init__(self, graph: DeclaredGraph, plan: Plan, device: torch.device) -> None:
+        entry = engine_by_id(plan.engine_id)
+        if entry is None or entry.module is None:
+            raise NotSupportedError(f"engine {plan.engine_name!r} is not part of this version")
+        engine: Engine = load_engine(entry.module)
+        self.plan = plan
+        self.device = device
+        self.executable: Executable = engine.build(graph, device, plan.knobs)
+        self.workspace_bytes = self.executable.workspace.size_bytes
+        slots = make_slots(graph)
+        self.binder = Binder(
+            slots,
+            device,
+            in_place=in_place_pairs(graph, slots),
+            virtual_uids={t.uid: t.label() for t in graph.virtual_tensors()},
+            workspace_bytes=self.workspace_bytes,
+        )
+
+    def bind(self, pack: VariantPack, workspace: Any = None) -> Frame:
+        """Check a call and bind it; nothing is written before ``Frame.launch``.
+
+        Raises:
+            BindingError: if an operand or the workspace does not fit.
+        """
+        binding = self.binder.bind(pack, workspace)
+        scratch = None
+        if self.workspace_bytes:
+            scratch = workspace_view(workspace, self.workspace_bytes, self.device)
+        run = self.executable.prepare(binding.views, scratch)
+        return Frame(run, self.device, self.plan.name, (pack, binding, workspace))

@@ -1,0 +1,526 @@
+"""The public graph: declare, plan, build, execute."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilewright.errors import BindingError, GraphError, NotSupportedError
+from tilewright.graph import json_form
+from tilewright.graph.enums import (
+    behavior_note,
+    build_plan_policy,
+    heur_mode,
+    knob_type,
+    numeric_note,
+)
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.tensor import Tensor
+from tilewright.planning.devices import DeviceProperties, device_properties
+from tilewright.planning.explain import Explanation
+from tilewright.planning.plans import EngineVerdict, Plan, propose_plans
+from tilewright.planning.table import ENGINE_TABLE, engine_by_id, engine_by_name
+
+if TYPE_CHECKING:
+    from tilewright.launch.frames import Frame
+    from tilewright.planning.built import BuiltPlan
+
+
+class Graph(DeclaredGraph):
+    """A graph of tensor operations and its life: validate, plan, build, execute.
+
+    Each step implies those before it. Planning is one-shot: a graph is validated and planned
+    once, and does not change afterwards.
+    """
+
+    def __init__(
+        self,
+        name: str = "test_graph",
+        io_data_type: object = None,
+        intermediate_data_type: object = None,
+        compute_data_type: object = None,
+        handle: Any = None,
+        sm_count: int | None = None,
+        sm_version: int | None = None,
+        kernel_cache: Any = None,
+        device_property: DeviceProperties | None = None,
+        is_dynamic_shape_enabled: bool = False,
+        is_override_shape_enabled: bool = False,
+        *,
+        is_cuda_graph_replay_expected: bool = False,
+    ) -> None:
+        super().__init__(name, io_data_type, intermediate_data_type, compute_data_type)
+        self.handle = handle
+        self.sm_count = sm_count
+        self.sm_version = sm_version
+        self.kernel_cache = kernel_cache
+        self.device_property = device_property
+        self.is_dynamic_shape_enabled = bool(is_dynamic_shape_enabled)
+        self.is_override_shape_enabled = bool(is_override_shape_enabled)
+        self.is_cuda_graph_replay_expected = bool(is_cuda_graph_replay_expected)
+        self._declared_form: dict[str, Any] | None = None
+        self._plans: list[Plan] | None = None
+        self._verdicts: list[EngineVerdict] = []
+        self._barred: dict[int, str] = {}
+        self._built: dict[int, BuiltPlan] = {}
+        self._selected: int | None = None
+        self._active: BuiltPlan | None = None
+        self._overridden: dict[Any, Graph] = {}
+
+    # -- life cycle ---------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Infer what was left open and check the whole graph; it is closed afterwards.
+
+        Raises:
+            GraphError: naming the tensor or operation, what was given, and the rule.
+        """
+        if self.is_validated:
+            return
+        if self.is_override_shape_enabled:
+            # What the user declared, before inference fills the rest: an override infers anew.
+            self._number_tensors()
+            self._declared_form = json_form.to_dict(self)
+        super().validate()
+
+    def build_operation_graph(self) -> None:
+        """Validate; there is no separate backend graph here."""
+        self.validate()
+
+    def create_execution_plans(self, heur_modes: Sequence[heur_mode] = (heur_mode.A,)) -> None:
+        """Rank the plans of every engine that takes the graph.
+
+        Raises:
+            GraphError: if the graph is wrong, or has plans already.
+        """
+        if self._plans is not None:
+            raise GraphError(f"graph {self.name!r} has plans already; planning is one-shot")
+        for mode in heur_modes:
+            heur_mode(mode)
+        self.build_operation_graph()
+        self._plans, self._verdicts = propose_plans(
+            self, self._device_properties(), self._torch_device()
+        )
+
+    def check_support(self) -> None:
+        """Require that some plan is left.
+
+        Raises:
+            NotSupportedError: with every engine's reason.
+        """
+        self._require_plans()
+        if not self._open_indices():
+            raise NotSupportedError(f"no plan\n{self.explain()}")
+
+    def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
+        """Build the best plan left, or all of them.
+
+        Raises:
+            NotSupportedError: if none is left.
+        """
+        self.check_support()
+        indices = self._open_indices()
+        if policy is build_plan_policy.ALL:
+            for index in indices:
+                self.build_plan_at_index(index)
+        if self._selected is None:
+            self._selected = indices[0]
+        self.build_plan_at_index(self._selected)
+        self._active = self._built[self._selected]
+
+    def build(self, heur_modes: Sequence[heur_mode] = (heur_mode.A,)) -> None:
+        """All steps: validate, plan, check support, build the best plan.
+
+        Raises:
+            GraphError: if the graph is wrong.
+            NotSupportedError: if no engine takes it, with every engine's reason.
+        """
+        if self._plans is None:
+            self.create_execution_plans(heur_modes)
+        self.build_plans()
+
+    def get_workspace_size(self) -> int:
+        """Bytes of workspace that the selected plan needs."""
+        return self._active_plan().workspace_bytes
+
+    def execute(
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: Any = None,
+        override_uids: Sequence[int] | None = None,
+        override_shapes: Sequence[Sequence[int]] | None = None,
+        override_strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Check the call, then run the selected plan: bind, and launch.
+
+        ``variant_pack`` maps tensors, uids or names to torch tensors, int pointers or DLPack
+        objects; a buffer is read with the declared dim and stride. ``workspace`` owns at least
+        ``get_workspace_size()`` bytes.
+
+        Raises:
+            BindingError: if an operand does not fit; nothing was written then.
+        """
+        if override_uids:
+            graph = self._override(override_uids, override_shapes, override_strides)
+            graph.execute(variant_pack, workspace, handle)
+            return
+        built = self._active
+        if built is None:
+            built = self._active_plan()
+        built.bind(variant_pack, workspace).launch(self._stream(handle))
+
+    def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Frame:
+        """Check a call and return its frame; ``frame.launch(stream)`` is the hot path.
+
+        Raises:
+            BindingError: if an operand does not fit.
+        """
+        return self._active_plan().bind(variant_pack, workspace)
+
+    # -- plans --------------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The ranked plans, best first, barred ones included."""
+        return tuple(self._require_plans())
+
+    @property
+    def selected_engine(self) -> str:
+        """The name of the engine that runs the graph."""
+        return self._active_plan().plan.engine_name
+
+    def get_execution_plan_count(self) -> int:
+        """How many plans there are."""
+        return len(self._require_plans())
+
+    def get_plan_name_at_index(self, index: int) -> str:
+        """The plan's name: the engine's, and the knobs."""
+        return self._plan(index).name
+
+    def get_engine_and_knobs_at_index(self, index: int) -> tuple[int, dict[knob_type, int]]:
+        """(engine id, knobs), which ``create_execution_plan`` replays."""
+        plan = self._plan(index)
+        return plan.engine_id, dict(plan.knobs)
+
+    def get_workspace_size_plan_at_index(self, index: int) -> int:
+        """Bytes of workspace that plan ``index`` needs; builds it."""
+        self.build_plan_at_index(index)
+        return self._built[index].workspace_bytes
+
+    def build_plan_at_index(self, index: int) -> None:
+        """Build plan ``index``.
+
+        Raises:
+            NotSupportedError: if it is barred, or there is no such plan.
+        """
+        plan = self._plan(index)
+        if index in self._barred:
+            raise NotSupportedError(f"plan {plan.name!r} is barred: {self._barred[index]}")
+        if index not in self._built:
+            from tilewright.planning.built import BuiltPlan
+
+            self._built[index] = BuiltPlan(self, plan, self._torch_device())
+
+    def execute_plan_at_index(
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any = None,
+        index: int = 0,
+        handle: Any = None,
+    ) -> None:
+        """Execute plan ``index`` in place of the selected one."""
+        self.build_plan_at_index(index)
+        self._built[index].bind(variant_pack, workspace).launch(self._stream(handle))
+
+    def create_execution_plan(self, engine: int, knobs: Mapping[Any, int] | None = None) -> None:
+        """Make (engine id, knobs) the only open plan.
+
+        Raises:
+            NotSupportedError: if no such plan is proposed, with the engine's reason.
+        """
+        if self._plans is None:
+            self.create_execution_plans()
+        wanted = tuple((knob_type(knob), int(value)) for knob, value in (knobs or {}).items())
+        for index, plan in enumerate(self._require_plans()):
+            if plan.engine_id == engine and dict(plan.knobs) == dict(wanted):
+                self.select_plan(index)
+                return
+        entry = engine_by_id(engine)
+        known = ", ".join(f"{e.engine_id} ({e.name})" for e in ENGINE_TABLE)
+        if entry is None:
+            raise NotSupportedError(f"no engine has id {engine}; known are {known}")
+        reason = next((v.reason for v in self._verdicts if v.engine_id == engine), "")
+        raise NotSupportedError(
+            f"engine {entry.name!r} has no plan with knobs {dict(wanted)}"
+            + (f": {reason}" if reason else "")
+        )
+
+    def select_plan(self, plan: int | str | Plan) -> None:
+        """Choose the plan to run, by index, by name, or as an entry of ``plans``.
+
+        Raises:
+            NotSupportedError: if there is no such plan, or it is barred.
+        """
+        index = self._index_of(plan)
+        if index in self._barred:
+            raise NotSupportedError(
+                f"plan {self._plan(index).name!r} is barred: {self._barred[index]}"
+            )
+        self._selected = index
+        self._active = self._built.get(index)
+
+    def deselect_engines(self, names: Iterable[str]) -> None:
+        """Bar every plan of the named engines.
+
+        Raises:
+            NotSupportedError: if the table has no engine of a name.
+        """
+        for name in names:
+            if engine_by_name(name) is None:
+                known = ", ".join(entry.name for entry in ENGINE_TABLE)
+                raise NotSupportedError(f"no engine is named {name!r}; known are {known}")
+            self._bar(
+                lambda plan, name=name: plan.engine_name == name, f"engine {name!r} deselected"
+            )
+
+    def deselect_workspace_greater_than(self, size_bytes: int) -> None:
+        """Bar every plan that needs more than ``size_bytes`` of workspace; builds the plans."""
+        for index in self._open_indices():
+            needed = self.get_workspace_size_plan_at_index(index)
+            if needed > size_bytes:
+                self._bar_index(index, f"needs {needed} bytes of workspace, over {size_bytes}")
+
+    def select_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
+        """Bar every plan that lacks one of ``notes``."""
+        wanted = frozenset(notes)
+        self._bar(lambda plan: not wanted <= plan.behavior_notes, f"lacks one of {_names(wanted)}")
+
+    def deselect_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
+        """Bar every plan that has one of ``notes``."""
+        barred = frozenset(notes)
+        self._bar(lambda plan: bool(barred & plan.behavior_notes), f"has one of {_names(barred)}")
+
+    def select_numeric_notes(self, notes: Iterable[numeric_note]) -> None:
+        """Bar every plan that lacks one of ``notes``."""
+        wanted = frozenset(notes)
+        self._bar(lambda plan: not wanted <= plan.numeric_notes, f"lacks one of {_names(wanted)}")
+
+    def deselect_numeric_notes(self, notes: Iterable[numeric_note]) -> None:
+        """Bar every plan that has one of ``notes``."""
+        barred = frozenset(notes)
+        self._bar(lambda plan: bool(barred & plan.numeric_notes), f"has one of {_names(barred)}")
+
+    def get_behavior_notes(self) -> list[behavior_note]:
+        """The selected plan's behavior notes."""
+        return sorted(self._active_plan().plan.behavior_notes, key=lambda note: note.name)
+
+    def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
+        """Plan ``index``'s behavior notes."""
+        return sorted(self._plan(index).behavior_notes, key=lambda note: note.name)
+
+    def get_engine_count(self) -> int:
+        """How many engines the table has."""
+        return len(ENGINE_TABLE)
+
+    def get_knobs_for_engine(self, engine: int) -> list[knob_type]:
+        """The knobs that the engine's plans of this graph set."""
+        plans = [plan for plan in self._require_plans() if plan.engine_id == engine]
+        return sorted({knob for plan in plans for knob, _ in plan.knobs})
+
+    def explain(self) -> Explanation:
+        """Why each engine took or declined the graph, what is barred, and what runs."""
+        plans = self._require_plans()
+        indices = self._open_indices()
+        chosen = self._selected if self._selected is not None else next(iter(indices), None)
+        return Explanation(
+            self.name,
+            str(self._device_properties()),
+            tuple(self._verdicts),
+            tuple((plans[index].name, reason) for index, reason in sorted(self._barred.items())),
+            None if chosen is None else plans[chosen],
+        )
+
+    def autotune(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> dict[str, Any]:
+        """Time every open plan on these buffers and select the fastest.
+
+        Returns a record that ``create_execution_plan(record["engine"], record["knobs"])``
+        replays, with the median microseconds of each plan. Outputs are overwritten.
+        """
+        from tilewright.planning.autotune import autotune
+
+        return autotune(self, variant_pack, workspace)
+
+    # -- the rest of the vocabulary -----------------------------------------------------------
+
+    def key(self) -> str:
+        """A digest of the validated declaration (not of names of tensors or of the device)."""
+        self.validate()
+        form = json_form.to_dict(self)
+        for tensor in form["tensors"]:
+            tensor["name"] = ""
+        text = json.dumps(form, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
+        """The tensor with this uid.
+
+        Raises:
+            GraphError: if the graph has none.
+        """
+        for tensor in self.tensors:
+            if tensor.uid == uid:
+                return tensor
+        raise GraphError(f"graph {self.name!r} has no tensor with uid {uid}")
+
+    def serialize(self) -> bytes:
+        """The validated graph and its selected plan, as JSON."""
+        self.validate()
+        document: dict[str, Any] = {"graph": json_form.to_dict(self), "plan": None}
+        if self._selected is not None:
+            plan = self._plan(self._selected)
+            knobs = {knob.name: value for knob, value in plan.knobs}
+            document["plan"] = {"engine": plan.engine_id, "knobs": knobs}
+        return json.dumps(document).encode()
+
+    def deserialize(self, *arguments: Any) -> None:
+        """Read what ``serialize`` wrote: ``deserialize(data)`` or ``deserialize(handle, data)``.
+
+        The graph must be empty. A stored plan is selected again.
+
+        Raises:
+            GraphError: if the data is not the form of a graph.
+            NotSupportedError: if the stored plan is not offered here.
+        """
+        if len(arguments) == 2:
+            self.handle = arguments[0]
+        elif len(arguments) != 1:
+            raise GraphError("deserialize takes (data) or (handle, data)")
+        if self.tensors or self.operations:
+            raise GraphError("deserialize needs an empty graph")
+        document = json_form.parse(arguments[-1])
+        json_form.fill_from_dict(self, document.get("graph"))
+        self.validate()
+        plan = document.get("plan")
+        if plan is not None:
+            engine, knobs = json_form.read_plan(plan)
+            self.create_execution_plan(engine, knobs)
+
+    def populate_cuda_graph(self, *arguments: Any) -> None:
+        """Not served yet.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError(
+            "populate_cuda_graph: no engine of this version builds native CUDA graphs; capture "
+            "execute() with torch.cuda.graph instead"
+        )
+
+    def update_cuda_graph(self, *arguments: Any) -> None:
+        """Not served yet.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError(
+            "update_cuda_graph: no engine of this version builds native CUDA graphs; capture "
+            "execute() with torch.cuda.graph instead"
+        )
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _torch_device(self) -> Any:
+        if self.handle is not None:
+            return self.handle.device
+        from tilewright.launch.handles import default_device
+
+        return default_device()
+
+    def _device_properties(self) -> DeviceProperties:
+        return self.device_property or device_properties(self._torch_device())
+
+    def _stream(self, handle: Any) -> Any:
+        chosen = self.handle if handle is None else handle
+        return None if chosen is None else chosen.stream
+
+    def _require_plans(self) -> list[Plan]:
+        if self._plans is None:
+            self.create_execution_plans()
+        return self._plans or []
+
+    def _active_plan(self) -> BuiltPlan:
+        if self._active is None:
+            self.build_plans()
+        if self._active is None:
+            raise NotSupportedError(f"graph {self.name!r} has no built plan")
+        return self._active
+
+    def _plan(self, index: int) -> Plan:
+        plans = self._require_plans()
+        if not 0 <= index < len(plans):
+            raise NotSupportedError(f"no plan has index {index}; there are {len(plans)}")
+        return plans[index]
+
+    def _index_of(self, plan: int | str | Plan) -> int:
+        plans = self._require_plans()
+        for index, candidate in enumerate(plans):
+            if plan in (index, candidate.name, candidate):
+                return index
+        names = ", ".join(candidate.name for candidate in plans) or "none"
+        raise NotSupportedError(f"no plan {plan!r}; there are: {names}")
+
+    def _open_indices(self) -> list[int]:
+        return [i for i in range(len(self._require_plans())) if i not in self._barred]
+
+    def _bar(self, condition: Any, reason: str) -> None:
+        for index in self._open_indices():
+            if condition(self._plan(index)):
+                self._bar_index(index, reason)
+
+    def _bar_index(self, index: int, reason: str) -> None:
+        self._barred[index] = reason
+        if self._selected == index:
+            self._selected, self._active = None, None
+
+    def _override(
+        self,
+        uids: Sequence[int],
+        shapes: Sequence[Sequence[int]] | None,
+        strides: Sequence[Sequence[int]] | None,
+    ) -> Graph:
+        """This graph with other shapes, planned with the same engine; one an override set."""
+        if self._declared_form is None:
+            self._active_plan()
+        if self._declared_form is None:
+            raise BindingError(
+                f"graph {self.name!r}: an override needs is_override_shape_enabled=True at "
+                "declaration"
+            )
+        key = (
+            tuple(uids),
+            tuple(tuple(shape) for shape in shapes or ()),
+            tuple(tuple(stride) for stride in strides or ()),
+        )
+        if key not in self._overridden:
+            from tilewright.planning.overrides import overridden_form
+
+            graph = Graph(handle=self.handle, device_property=self.device_property)
+            form = overridden_form(self._declared_form, *key)
+            try:
+                json_form.fill_from_dict(graph, form)
+                graph.create_execution_plan(self._active_plan().plan.engine_id)
+                graph.build_plans()
+            except (GraphError, NotSupportedError) as error:
+                raise BindingError(f"override: {error}") from error
+            self._overridden[key] = graph
+        return self._overridden[key]
+
+
+def _names(notes: Iterable[Any]) -> str:
+    return ", ".join(sorted(note.name for note in notes))
+
+
+pygraph = Graph

@@ -1,0 +1,35 @@
+"""Overrides: the declared form of a graph with other shapes and strides for some uids."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.errors import BindingError
+
+
+def overridden_form(
+    form: dict[str, Any],
+    uids: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    strides: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """A copy of ``form`` with the given dims and strides; the rest is inferred anew.
+
+    Raises:
+        BindingError: if the lists differ in length, or a uid is unknown.
+    """
+    if len(shapes) != len(uids) or len(strides) not in (0, len(uids)):
+        raise BindingError(
+            f"override: {len(uids)} uids, {len(shapes)} shapes, {len(strides)} strides; expected "
+            "one shape, and one stride or none at all, a uid"
+        )
+    result = copy.deepcopy(form)
+    by_uid = {tensor["uid"]: tensor for tensor in result["tensors"]}
+    for position, uid in enumerate(uids):
+        if uid not in by_uid:
+            raise BindingError(f"override: no tensor has uid {uid}")
+        by_uid[uid]["dim"] = list(shapes[position])
+        by_uid[uid]["stride"] = list(strides[position]) if strides else []
+    return result

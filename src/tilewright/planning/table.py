@@ -1,0 +1,90 @@
+"""The static engine table. Ids, names and knob names are append-only: stored plans cite them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.planning.rows import (
+    BLOCK_SCALED,
+    FLOATS,
+    FP8,
+    INDICES,
+    INTEGERS,
+    CapabilityRow,
+)
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """One engine: its fixed id and name, where its code is, and what its rows admit.
+
+    ``module`` is None while an engine has no code; ``priority`` orders engines whose cost
+    estimates cannot be compared, lower first.
+    """
+
+    engine_id: int
+    name: str
+    module: str | None
+    priority: int
+    rows: tuple[CapabilityRow, ...]
+    summary: str
+
+
+_ATEN_ROWS = (
+    CapabilityRow(("matmul",), FLOATS | FP8 | INTEGERS),
+    CapabilityRow(("conv_fprop", "conv_dgrad", "conv_wgrad"), FLOATS | FP8),
+    CapabilityRow(("genstats",), FLOATS | FP8),
+    CapabilityRow(("reduction",), FLOATS | FP8 | INTEGERS),
+    CapabilityRow(
+        ("pointwise",), FLOATS | FP8 | INTEGERS, INDICES, note="comparisons give 0 and 1"
+    ),
+    CapabilityRow(
+        ("reshape", "slice", "transpose", "concatenate"), FLOATS | FP8 | INTEGERS, INDICES
+    ),
+    CapabilityRow(
+        (
+            "layernorm",
+            "layernorm_backward",
+            "rmsnorm",
+            "rmsnorm_backward",
+            "instancenorm",
+            "instancenorm_backward",
+            "adalayernorm",
+            "adalayernorm_backward",
+            "batchnorm",
+            "batchnorm_inference",
+            "batchnorm_backward",
+        ),
+        FLOATS | FP8,
+    ),
+    CapabilityRow(("block_scale_quantize", "block_scale_dequantize"), FLOATS | BLOCK_SCALED),
+    CapabilityRow(("moe_grouped_matmul", "moe_grouped_matmul_bwd"), FLOATS | FP8, INDICES),
+    CapabilityRow(("rope", "rope_backward"), FLOATS | FP8),
+    CapabilityRow(("sdpa", "sdpa_backward"), FLOATS, INDICES),
+    CapabilityRow(("sdpa_fp8", "sdpa_fp8_backward"), FLOATS | FP8, INDICES),
+    CapabilityRow(("sdpa_mxfp8", "sdpa_mxfp8_backward"), FLOATS | BLOCK_SCALED, INDICES),
+)
+
+ENGINE_TABLE: tuple[EngineEntry, ...] = (
+    EngineEntry(
+        0,
+        "aten",
+        "tilewright.engines.aten.engine",
+        90,
+        _ATEN_ROWS,
+        "torch's own functions, any device",
+    ),
+    EngineEntry(1, "triton", None, 30, (), "Triton kernels, SM80 and newer"),
+    EngineEntry(2, "hopper", None, 10, (), "Gluon kernels, SM90"),
+    EngineEntry(3, "cudnn", None, 20, (), "native cuDNN through its backend"),
+)
+
+
+def engine_by_id(engine_id: int) -> EngineEntry | None:
+    """The entry with this id, or None."""
+    return next((entry for entry in ENGINE_TABLE if entry.engine_id == engine_id), None)
+
+
+def engine_by_name(name: str) -> EngineEntry | None:
+    """The entry with this name, or None."""
+    return next((entry for entry in ENGINE_TABLE if entry.name == name), None)
