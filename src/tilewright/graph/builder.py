@@ -33,6 +33,8 @@ class Builder:
         self.operations: list[Operation] = []
         self._validated = False
         self._given_uids: dict[int, Tensor] = {}
+        self._from_arrays: dict[int, Tensor] = {}
+        self._kept_arrays: list[Any] = []
         # While a score_mod callback runs, operations go to its program and not to the graph.
         self._recording: list[Operation] | None = None
 
@@ -140,7 +142,11 @@ class Builder:
         """
         self.require_open(record.kind)
         title = f"{record.kind} {name!r}" if name else record.kind
-        present = {port: tensor for port, tensor in inputs.items() if tensor is not None}
+        present = {
+            port: self._as_tensor(value, f"{name}::{port}" if name else "")
+            for port, value in inputs.items()
+            if value is not None
+        }
         given = {p: t for p, t in (given_outputs or {}).items() if t is not None}
         for port, tensor in (*present.items(), *given.items()):
             self._require_own(tensor, f"{title}: {port}")
@@ -202,6 +208,18 @@ class Builder:
         tensor = Tensor(self, str(name))
         self.tensors.append(tensor)
         return tensor
+
+    def _as_tensor(self, value: Any, name: str) -> Tensor:
+        """``value`` itself, or for a caller's array a tensor like it; one tensor an array."""
+        if isinstance(value, Tensor) or not hasattr(value, "shape"):
+            return value  # type: ignore[no-any-return]
+        known = self._from_arrays.get(id(value))
+        if known is None:
+            known = self.tensor_like(value, name)
+            # The array is kept, so that its id stays its own.
+            self._from_arrays[id(value)] = known
+            self._kept_arrays.append(value)
+        return known
 
     def _require_own(self, tensor: Any, where: str) -> None:
         if not isinstance(tensor, Tensor):

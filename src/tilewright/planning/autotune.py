@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewright.planning.graph import Graph
+    from tilewright.planning.selection import PlanSelection
 
 _WARM_UP_CALLS = 2
 _TIMED_CALLS = 7
 
 
-def autotune(graph: Graph, variant_pack: Mapping[Any, Any], workspace: Any) -> dict[str, Any]:
+def autotune(graph: PlanSelection, variant_pack: Mapping[Any, Any], workspace: Any) -> dict[str, Any]:
     """See ``Graph.autotune``. Waits for the device: this is tuning, not execution."""
     import torch
 
