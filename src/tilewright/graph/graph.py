@@ -5,13 +5,14 @@ from __future__ import annotations
 from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.operation import Operation, walk
+from tilewright.graph.operations.attention import AttentionMethods
 from tilewright.graph.operations.matmul import MatmulMethods
 from tilewright.graph.operations.reduction import ReductionMethods
 from tilewright.graph.shapes import self_overlaps
 from tilewright.graph.tensor import MAX_RANK, Tensor, packed_strides
 
 
-class DeclaredGraph(MatmulMethods, ReductionMethods):
+class DeclaredGraph(AttentionMethods, MatmulMethods, ReductionMethods):
     """A graph of tensor operations, declared but not planned.
 
     Operations are kept in declaration order, which is also the order they run in.
