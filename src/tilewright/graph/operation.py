@@ -30,8 +30,8 @@ class Operation:
     produces: ClassVar[tuple[str, ...]] = ()
     # Output ports that exist only if the user passes a tensor for them.
     accepts_outputs: ClassVar[tuple[str, ...]] = ()
-    # A list port accepts "prefix0", "prefix1", ... beside the names above.
-    list_port: ClassVar[str] = ""
+    # Prefixes of list ports: each accepts "prefix0", "prefix1", ... beside the names above.
+    list_port: ClassVar[str | tuple[str, ...]] = ()
     # Pairs (output port, input port) whose buffers may be one and the same.
     in_place: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -205,9 +205,10 @@ def check_ports(record: type[Operation], inputs: Mapping[str, Tensor], title: st
     for port in record.required:
         if port not in inputs:
             raise GraphError(f"{title}: the required input {port!r} is missing")
+    prefixes = (record.list_port,) if isinstance(record.list_port, str) else record.list_port
     for port in inputs:
         known = port in record.required or port in record.optional
-        listed = bool(record.list_port) and port.removeprefix(record.list_port).isdecimal()
+        listed = any(port.startswith(p) and port[len(p) :].isdecimal() for p in prefixes)
         if not known and not listed:
             raise GraphError(f"{title}: no input {port!r}")
 
