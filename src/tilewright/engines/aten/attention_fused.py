@@ -1,0 +1,121 @@
+"""ATen's fused attention, where it means the same as the composition.
+
+CPU: ``_scaled_dot_product_flash_attention_for_cpu`` gives O and the natural log-sum-exp; its causal
+mask is top-left, its ``attn_mask`` is added, and it maps query heads to key heads itself. It
+misreads a last axis that is not contiguous, divides by zero on empty extents, needs Dv = D, gives a
+log-sum-exp of 0 to rows that see nothing, and lets NaN and infinity in hidden values through
+(0 * NaN): a result that is not finite is therefore computed again by the composition.
+
+Half and bfloat16 are converted to float32 first: its own 16-bit form rounds P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tilewright.dtypes import DataType
+from tilewright.engines.aten.attention_spec import AttentionSpec
+from tilewright.engines.aten.casts import storer
+
+Tensor = torch.Tensor
+Operands = Mapping[str, Tensor]
+# Returns False where the composition must compute the call instead.
+Attempt = Callable[[Operands, Operands], bool]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_LOG2_E = 1.0 / math.log(2.0)
+
+
+def fused_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt | None:
+    """A function that fills O and Stats of a call, or None if ATen's does not mean the same."""
+    if not _serves(op, spec, device) or set(op.outputs) - {"O", "Stats"}:
+        return None
+    causal, scale, compute = spec.right is not None, spec.scale, spec.compute
+    has_stats, has_bias = "Stats" in op.outputs, spec.has_bias
+    stats_factor = _LOG2_E if spec.stats_log2 else 1.0
+    store = storer(op.outputs["O"])
+    may_hide = causal or has_bias
+
+    def attempt(inputs: Operands, outputs: Operands) -> bool:
+        q, k, v = (readable(inputs[port], compute) for port in ("q", "k", "v"))
+        mask = inputs["bias"].to(compute) if has_bias else None
+        factor = float(inputs["attn_scale"]) if scale is None else scale
+        o, stats = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=factor)
+        if may_hide and not _is_finite(o):
+            return False
+        # What it gives for a row that sees nothing.
+        if has_bias and bool((stats == 0.0).any()):
+            return False
+        store(outputs["O"], o)
+        if has_stats:
+            stats = stats.unsqueeze(-1)
+            outputs["Stats"].copy_(stats if stats_factor == 1.0 else stats * stats_factor)
+        return True
+
+    return attempt
+
+
+def fused_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt | None:
+    """A function that fills dQ, dK and dV of a call, or None if ATen's does not mean the same."""
+    if not _serves(op, spec, device) or set(op.outputs) - {"dQ", "dK", "dV"}:
+        return None
+    causal, scale, compute = spec.right is not None, spec.scale, spec.compute
+    has_bias = spec.has_bias
+    stats_factor = 1.0 / _LOG2_E if spec.stats_log2 else 1.0
+    stores = [(port, storer(op.outputs[port])) for port in ("dQ", "dK", "dV")]
+
+    def attempt(inputs: Operands, outputs: Operands) -> bool:
+        q, k, v, o, d_o = (readable(inputs[port], compute) for port in ("q", "k", "v", "o", "dO"))
+        stats = inputs["stats"].squeeze(-1)
+        if stats_factor != 1.0:
+            stats = stats * stats_factor
+        if has_bias and not _is_finite(stats):
+            return False
+        mask = inputs["bias"].to(compute) if has_bias else None
+        factor = float(inputs["attn_scale"]) if scale is None else scale
+        found = _flash_backward(
+            d_o, q, k, v, o, stats.to(compute), 0.0, causal, attn_mask=mask, scale=factor
+        )
+        if (causal or has_bias) and not all(map(_is_finite, found)):
+            return False
+        for (port, store), gradient in zip(stores, found, strict=True):
+            store(outputs[port], gradient)
+        return True
+
+    return attempt
+
+
+def readable(operand: Tensor, compute: torch.dtype) -> Tensor:
+    """The operand in the compute type with a contiguous last axis."""
+    operand = operand.to(compute)
+    return operand if operand.stride(3) == 1 else operand.contiguous()
+
+
+def _serves(op: Any, spec: AttentionSpec, device: torch.device) -> bool:
+    if device.type != "cpu" or not spec.plain or spec.depth != spec.depth_v:
+        return False
+    if 0 in (spec.batch, spec.rows, spec.keys, spec.depth):
+        return False
+    if spec.scale is None and "attn_scale" in op.inputs:
+        record = op.inputs["attn_scale"]
+        if record.is_pass_by_value and record.value is not None:
+            return False
+    causal = spec.right == 0 and spec.left is None
+    if spec.banded and not causal:
+        return False
+    if spec.banded and spec.bottom_right and spec.rows != spec.keys:
+        return False
+    return not spec.has_bias or op.inputs["bias"].data_type in _BIAS_TYPES
+
+
+_BIAS_TYPES = (DataType.FLOAT, DataType.DOUBLE, DataType.HALF, DataType.BFLOAT16)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """True if no element is NaN or infinite; a finite sum that overflows says False too."""
+    return math.isfinite(values.sum().item())
