@@ -50,7 +50,7 @@ bench: $(STAMP) ## measure on this machine
 	$(BIN)/tilewright bench
 
 docs: $(STAMP) ## write the generated parts of docs/ again
-	$(BIN)/python -m tilewright.cli.main doctor --help >/dev/null
+	$(BIN)/python -m tilewright.planning.support_matrix docs/support.md
 
 clean: ## remove the virtual environment, caches and build output
 	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
