@@ -6,13 +6,31 @@ from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.operation import Operation, walk
 from tilewright.graph.operations.attention import AttentionMethods
+from tilewright.graph.operations.convolution import ConvolutionMethods
 from tilewright.graph.operations.matmul import MatmulMethods
+from tilewright.graph.operations.normalization import NormalizationMethods
+from tilewright.graph.operations.normalization_backward import NormalizationBackwardMethods
+from tilewright.graph.operations.pointwise_backward import PointwiseBackwardMethods
+from tilewright.graph.operations.pointwise_binary import PointwiseBinaryMethods
+from tilewright.graph.operations.pointwise_unary import PointwiseUnaryMethods
 from tilewright.graph.operations.reduction import ReductionMethods
+from tilewright.graph.operations.rope import RopeMethods
 from tilewright.graph.shapes import self_overlaps
 from tilewright.graph.tensor import MAX_RANK, Tensor, packed_strides
 
 
-class DeclaredGraph(AttentionMethods, MatmulMethods, ReductionMethods):
+class DeclaredGraph(
+    AttentionMethods,
+    ConvolutionMethods,
+    MatmulMethods,
+    NormalizationBackwardMethods,
+    NormalizationMethods,
+    PointwiseBackwardMethods,
+    PointwiseBinaryMethods,
+    PointwiseUnaryMethods,
+    ReductionMethods,
+    RopeMethods,
+):
     """A graph of tensor operations, declared but not planned.
 
     Operations are kept in declaration order, which is also the order they run in.

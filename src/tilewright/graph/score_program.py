@@ -29,6 +29,10 @@ class ScoreProgram:
         """The tensors that attention itself feeds in."""
         return (self.input,) if self.gradient is None else (self.gradient, self.input)
 
+    def made(self) -> tuple[Tensor, ...]:
+        """The tensors that the program's operations make, in order."""
+        return tuple(tensor for step in self.operations for tensor in step.outputs.values())
+
     def external_inputs(self) -> tuple[Tensor, ...]:
         """The graph's tensors that the program reads, in order of first use."""
         known = {id(tensor) for tensor in self.own_inputs()}

@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 from tilewright.graph.enums import attention_implementation, diagonal_alignment
 from tilewright.graph.operation import operation_kind
 from tilewright.graph.operations.attention_arguments import (
+    AttentionDeclarer,
     ScoreCallback,
-    ScoreRecorder,
-    program_ports,
-    split_dropout,
-    split_scale,
     title_of,
     wants_stats,
 )
@@ -50,7 +47,7 @@ class Sdpa(AttentionForward):
         return {} if self.score_mod is None else {"score_mod": self.score_mod}
 
 
-class AttentionMethods(ScoreRecorder):
+class AttentionMethods(AttentionDeclarer):
     """Declares attention in 16-bit and wider floating types."""
 
     def sdpa(
@@ -118,29 +115,22 @@ class AttentionMethods(ScoreRecorder):
             GraphError: here for arguments that contradict one another, at ``validate`` for
                 tensors that do not fit.
         """
-        title = title_of(Sdpa.kind, name)
-        with_stats = wants_stats(title, is_inference, generate_stats)
-        scale, scale_tensor = split_scale(attn_scale)
-        probability, dropout_ports = split_dropout(title, dropout)
-        program = self._record_score_mod(title, score_mod)
-        operation = self.add(
+        with_stats = wants_stats(title_of(Sdpa.kind, name), is_inference, generate_stats)
+        operation = self._declare_attention(
             Sdpa,
             {
                 "q": q,
                 "k": k,
                 "v": v,
-                "attn_scale": scale_tensor,
                 "bias": bias,
                 "block_mask": block_mask,
                 "seq_len_q": seq_len_q,
                 "seq_len_kv": seq_len_kv,
                 "cu_seq_len_q": cu_seq_len_q,
                 "cu_seq_len_kv": cu_seq_len_kv,
-                **dropout_ports,
                 "paged_attention_k_table": paged_attention_k_table,
                 "paged_attention_v_table": paged_attention_v_table,
                 "sink_token": sink_token,
-                **program_ports({"score_mod": program}),
             },
             name=name,
             compute_data_type=compute_data_type,
@@ -152,7 +142,9 @@ class AttentionMethods(ScoreRecorder):
             },
             is_inference=is_inference,
             generate_stats=generate_stats,
-            attn_scale=scale,
+            attn_scale=attn_scale,
+            dropout=dropout,
+            score_mod=score_mod,
             use_alibi_mask=use_alibi_mask,
             use_padding_mask=use_padding_mask,
             use_causal_mask=use_causal_mask,
@@ -161,11 +153,9 @@ class AttentionMethods(ScoreRecorder):
             diagonal_alignment=diagonal_alignment,
             diagonal_band_left_bound=diagonal_band_left_bound,
             diagonal_band_right_bound=diagonal_band_right_bound,
-            dropout_probability=probability,
             paged_attention_max_seq_len_kv=paged_attention_max_seq_len_kv,
             max_total_seq_len_q=max_total_seq_len_q,
             max_total_seq_len_kv=max_total_seq_len_kv,
-            score_mod=program,
             implementation=implementation,
             unfuse_fma=unfuse_fma,
             stats_use_log2=stats_use_log2,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilewright.errors import GraphError
-from tilewright.graph.builder import Builder
+from tilewright.graph.builder import Builder, OperationType
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
 
@@ -47,11 +47,6 @@ def wants_stats(title: str, is_inference: Any, generate_stats: Any) -> bool:
     return is_inference is False if generate_stats is None else bool(generate_stats)
 
 
-def split_scale(attn_scale: Any) -> tuple[float | None, Tensor | None]:
-    """``attn_scale`` as (attribute, port), one of them None."""
-    return (None, attn_scale) if isinstance(attn_scale, Tensor) else (attn_scale, None)
-
-
 def split_dropout(
     title: str, dropout: Any, *, takes_inverse: bool = False
 ) -> tuple[float | None, dict[str, Tensor]]:
@@ -67,7 +62,7 @@ def split_dropout(
     parts = tuple(dropout) if isinstance(dropout, tuple | list) else ()
     is_tensor = [isinstance(part, Tensor) for part in parts]
     if len(parts) == 3 and is_tensor[1:] == [True, True] and _is_number(parts[0]):
-        return float(parts[0]), {"dropout_seed": parts[1], "dropout_offset": parts[2]}
+        return parts[0], {"dropout_seed": parts[1], "dropout_offset": parts[2]}
     if all(is_tensor) and (len(parts) == 2 or (takes_inverse and len(parts) == 3)):
         ports = ("dropout_mask", "dropout_scale", "dropout_scale_inv")
         return None, dict(zip(ports, parts, strict=False))
@@ -75,55 +70,66 @@ def split_dropout(
     raise GraphError(f"{title}: dropout is {dropout!r}; expected {forms}")
 
 
-def program_ports(programs: Mapping[str, ScoreProgram | None]) -> dict[str, Tensor]:
-    """The ports for what score programs read and do not make, as "score_mod_0" and so on."""
-    return {
-        f"{attribute}_{index}": tensor
-        for attribute, program in programs.items()
-        if program is not None
-        for index, tensor in enumerate(program.external_inputs())
-    }
+class AttentionDeclarer(Builder):
+    """Declares attention operations; the methods of each kind call ``_declare_attention``."""
 
+    def _declare_attention(
+        self,
+        record: type[OperationType],
+        inputs: Mapping[str, Tensor | None],
+        *,
+        name: str,
+        attn_scale: float | Tensor | None,
+        dropout: Any = None,
+        score_mod: ScoreCallback | None = None,
+        score_mod_bprop: ScoreCallback | None = None,
+        **rest: Any,
+    ) -> OperationType:
+        """``Builder.add``, with the arguments that become ports and attributes split."""
+        title = title_of(record.kind, name)
+        backward = "dO" in inputs
+        probability, dropout_ports = split_dropout(title, dropout, takes_inverse=backward)
+        scale_tensor = attn_scale if isinstance(attn_scale, Tensor) else None
+        ports: dict[str, Tensor | None] = {**inputs, "attn_scale": scale_tensor, **dropout_ports}
+        if score_mod is not None:
+            program = self._record_score_mod(title, name, score_mod)
+            rest["score_mod"] = program
+            ports |= _program_ports("score_mod", program)
+        if score_mod_bprop is not None:
+            if score_mod is None:
+                raise GraphError(f"{title}: score_mod_bprop is given without score_mod")
+            program = self._record_score_mod_bprop(title, name, score_mod_bprop)
+            rest["score_mod_bprop"] = program
+            ports |= _program_ports("score_mod_bprop", program)
+        return self.add(
+            record,
+            ports,
+            name=name,
+            attn_scale=attn_scale if scale_tensor is None else None,
+            dropout_probability=probability,
+            **rest,
+        )
 
-class ScoreRecorder(Builder):
-    """Runs score callbacks and keeps what they declare as programs."""
-
-    def _record_score_mod(self, title: str, callback: ScoreCallback | None) -> ScoreProgram | None:
-        """The program of ``callback(graph, score)``, None for no callback."""
-        if callback is None:
-            return None
-        score = self._score_tensor(title, "score")
+    def _record_score_mod(self, title: str, name: str, callback: ScoreCallback) -> ScoreProgram:
+        """The program of ``callback(graph, score)``."""
+        score = self._score_tensor(name, "score")
         operations, output = self._record(f"{title}: score_mod", callback, score)
         return ScoreProgram(input=score, output=output, operations=operations)
 
     def _record_score_mod_bprop(
-        self, title: str, callback: ScoreCallback | None, forward: ScoreProgram | None
-    ) -> ScoreProgram | None:
-        """The program of ``callback(graph, dScore, score)``, None for no callback.
+        self, title: str, name: str, callback: ScoreCallback
+    ) -> ScoreProgram:
+        """The program of ``callback(graph, dScore, score)``.
 
         ``score`` is what the forward program reads, not what it returns.
         """
-        if callback is None:
-            return None
-        where = f"{title}: score_mod_bprop"
-        if forward is None:
-            raise GraphError(f"{where} is given without score_mod; expected both")
-        gradient = self._score_tensor(title, "dScore")
-        score = self._score_tensor(title, "score")
-        operations, output = self._record(where, callback, gradient, score)
-        program = ScoreProgram(input=score, output=output, operations=operations, gradient=gradient)
-        inner = {id(tensor) for step in forward.operations for tensor in step.outputs.values()}
-        inner.add(id(forward.input))
-        for tensor in program.external_inputs():
-            if id(tensor) in inner:
-                raise GraphError(
-                    f"{where} reads tensor {tensor.label()}, which score_mod made; expected it "
-                    "to be computed again from the score"
-                )
-        return program
+        gradient = self._score_tensor(name, "dScore")
+        score = self._score_tensor(name, "score")
+        operations, output = self._record(f"{title}: score_mod_bprop", callback, gradient, score)
+        return ScoreProgram(input=score, output=output, operations=operations, gradient=gradient)
 
-    def _score_tensor(self, title: str, role: str) -> Tensor:
-        tensor = self._new_tensor(f"{title}::{role}")
+    def _score_tensor(self, name: str, role: str) -> Tensor:
+        tensor = self._new_tensor(f"{name}::{role}" if name else role)
         tensor.is_virtual = True
         return tensor
 
@@ -147,6 +153,12 @@ class ScoreRecorder(Builder):
                 )
         self._require_own(output, f"{where}: the returned score")
         return operations, output
+
+
+def _program_ports(attribute: str, program: ScoreProgram) -> dict[str, Tensor]:
+    return {
+        f"{attribute}_{index}": tensor for index, tensor in enumerate(program.external_inputs())
+    }
 
 
 def _is_number(value: Any) -> bool:

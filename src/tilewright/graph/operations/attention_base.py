@@ -47,6 +47,9 @@ class AttentionBase(AttentionMasks):
     # The data types of q, k and v, and why.
     operand_types: ClassVar[tuple[DataType, ...]] = FLOATS
     operand_rule: ClassVar[str] = "8-bit operands need sdpa_fp8 or sdpa_mxfp8, which scale them"
+    # The data types of O, or of dQ, dK, dV and dBias, and why.
+    result_types: ClassVar[tuple[DataType, ...]] = FLOATS
+    result_rule: ClassVar[str] = "it has no scale, so 8 bits cannot hold it"
     # The ports that hold one sequence after another if they have a ragged offset.
     ragged_ports: ClassVar[frozenset[str]] = frozenset(
         {"q", "k", "v", "o", "dO", "stats", "O", "Stats", "score_max", "score_sum_exp"}
@@ -137,6 +140,7 @@ class AttentionBase(AttentionMasks):
     def check(self) -> None:
         """Everything that the attention operations have in common."""
         extents = self.extents()
+        self._check_outputs()
         for port in ("q", "k", "v"):
             self.require_type(port, self.operand_types, self.operand_rule)
         self.check_masks()
@@ -161,13 +165,22 @@ class AttentionBase(AttentionMasks):
             )
         self.require_type(port, accepted, rule)
 
-    def check_outputs(self, expected: Mapping[str, Sequence[int]], rule: str) -> None:
-        """Require these dims of the outputs, the first of which must exist."""
-        for port, dim in expected.items():
-            self.require_dim(port, dim, rule)
-        first = next(iter(expected))
-        if first not in self.outputs:
-            self.fail(f"the output {first!r} is missing")
+    def fill_maxima(self) -> None:
+        """Fill the outputs that hold a largest magnitude."""
+        for port in self._maxima():
+            self.fill(port, SCALAR, data_type=DataType.FLOAT)
+
+    def _maxima(self) -> list[str]:
+        return [port for port in self.outputs if port.lower().startswith("amax_")]
+
+    def _check_outputs(self) -> None:
+        for port in self.produces:
+            if port not in self.outputs and port != "Stats":
+                self.fail(f"the output {port!r} is missing")
+        for port in ("O", "dQ", "dK", "dV", "dBias", "dSink_token"):
+            self.require_type(port, self.result_types, self.result_rule)
+        for port in self._maxima():
+            self.require_scalar(port, rule="a largest magnitude is one number")
 
     def _score_dim(self) -> tuple[int, int, int, int]:
         extents = self.extents()
@@ -331,7 +344,13 @@ class AttentionBase(AttentionMasks):
 
     def _check_programs(self) -> None:
         listed = {port for port in self.inputs if port.startswith("score_mod_")}
-        for attribute, program in self.programs().items():
+        programs = self.programs()
+        inner = {
+            id(tensor)
+            for program in programs.values()
+            for tensor in (*program.own_inputs(), *program.made())
+        }
+        for attribute, program in programs.items():
             external = program.external_inputs()
             for index, tensor in enumerate(external):
                 port = f"{attribute}_{index}"
@@ -340,6 +359,11 @@ class AttentionBase(AttentionMasks):
                     self.fail(
                         f"{attribute} reads tensor {tensor.label()}; expected it on port {port!r}: "
                         "ports list what a program reads and does not make, in order of first use"
+                    )
+                if id(tensor) in inner:
+                    self.fail(
+                        f"{attribute} reads tensor {tensor.label()} of another score program; "
+                        "expected it to be computed again from its own score"
                     )
                 if tensor.ragged_offset is not None:
                     self.fail(
@@ -352,7 +376,13 @@ class AttentionBase(AttentionMasks):
             self.fail(f"tensor {self.inputs[port].label()} ({port}) is read by no score program")
 
     def _check_program_tensors(self, attribute: str, program: ScoreProgram) -> None:
-        made = [tensor for step in program.operations for tensor in step.outputs.values()]
+        is_backward = attribute == "score_mod_bprop"
+        if (program.gradient is not None) != is_backward:
+            self.fail(
+                f"{attribute} has {'a' if program.gradient else 'no'} gradient to read; expected "
+                f"{'one' if is_backward else 'none'}"
+            )
+        made = program.made()
         for tensor in made:
             if not tensor.is_virtual:
                 self.fail(
@@ -405,13 +435,13 @@ class AttentionForward(AttentionBase):
         self.fill("O", expected.pop("O"), order_of=self.inputs["q"])
         for port, dim in expected.items():
             self.fill(port, dim, data_type=DataType.FLOAT)
+        self.fill_maxima()
 
     def check(self) -> None:
         """The outputs and what was asked for agree."""
         super().check()
-        self.check_outputs(
-            self._output_dims(self.extents()), "it follows from the dims of q, k and v"
-        )
+        for port, dim in self._output_dims(self.extents()).items():
+            self.require_dim(port, dim, "it follows from the dims of q, k and v")
         if self.is_inference is not None and self.generate_stats is self.is_inference:
             self.fail(
                 f"is_inference is {self.is_inference} and generate_stats is "
@@ -434,6 +464,4 @@ class AttentionForward(AttentionBase):
             "score_max": row_dim,
             "score_sum_exp": row_dim,
             "rng_dump": (batch, heads, rows, extents.keys),
-            "Amax_S": SCALAR,
-            "Amax_O": SCALAR,
         }
