@@ -65,7 +65,7 @@ def prepare_pointwise(operation: Any, device: torch.device) -> Kernel:
     if entry.direct is not None and _can_write_directly(entry, records, output, device):
         return _prepare_direct(entry.arity, entry.direct, parameters)
     dtype = _arithmetic_dtype(operation.mode, records, output)
-    loaders = [casts.loader(record, dtype, device) for record in records]
+    loaders = [_operand_loader(record, dtype, device) for record in records]
     store = casts.storer(output)
     apply = entry.apply
 
@@ -74,6 +74,14 @@ def prepare_pointwise(operation: Any, device: torch.device) -> Kernel:
         store(outputs["out"], apply(parameters, args))
 
     return run
+
+
+def _operand_loader(record: TensorRecord, dtype: torch.dtype, device: torch.device) -> casts.Loader:
+    load = casts.loader(record, dtype, device)
+    if not record.is_pass_by_value:
+        return load
+    # A scalar broadcasts whatever rank it was declared with.
+    return lambda operand: load(operand).reshape(())
 
 
 def _can_write_directly(

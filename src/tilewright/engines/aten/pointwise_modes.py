@@ -28,6 +28,9 @@ Apply = Callable[["PointwiseParameters", Sequence[Tensor]], Tensor]
 _nn: Any = torch._C._nn
 # Beyond this beta * x, log(1 + exp(beta x)) is beta x to the last bit of float64.
 _SOFTPLUS_LINEAR_FROM = 40.0
+# From this magnitude on the gates of gelu and swish are 0 or 1 to the last bit of float64. Held
+# to it, an infinite input does not meet a gate of 0, which would make NaN of a finite limit.
+_GATE_IS_CONSTANT_FROM = 1e4
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,10 @@ def index_along(dim: Sequence[int], axis: int, dtype: torch.dtype, device: torch
 
 
 def _gelu_tanh(p: PointwiseParameters) -> Callable[..., Any]:
-    return lambda x, out: _nn.gelu(x, approximate="tanh", out=out)
+    def function(x: Tensor, out: Tensor) -> None:
+        _nn.gelu(x.clamp_min(-_GATE_IS_CONSTANT_FROM), approximate="tanh", out=out)
+
+    return function
 
 
 def _elu(p: PointwiseParameters) -> Callable[..., Any]:
@@ -168,22 +174,26 @@ def _leaky_relu_backward(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 def _swish(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
     (x,) = a
     if p.swish_beta == 1.0:
-        return torch.nn.functional.silu(x)
-    return x * torch.sigmoid(p.swish_beta * x)
+        return torch.nn.functional.silu(x.clamp_min(-_GATE_IS_CONSTANT_FROM))
+    gate = torch.sigmoid(p.swish_beta * x)
+    return torch.where(gate == 0, 0.0, x * gate)
 
 
 def _swish_direct(p: PointwiseParameters) -> Callable[..., Any]:
-    if p.swish_beta == 1.0:
-        return lambda x, out: _nn.silu(x, out=out)
-    return lambda x, out: torch.mul(x, torch.sigmoid(p.swish_beta * x), out=out)
+    if p.swish_beta != 1.0:
+        return lambda x, out: out.copy_(_swish(p, (x,)))
+
+    def function(x: Tensor, out: Tensor) -> None:
+        _nn.silu(torch.clamp_min(x, -_GATE_IS_CONSTANT_FROM, out=out), out=out)
+
+    return function
 
 
 def _swish_backward(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
     g, x = a
-    z = p.swish_beta * x
-    s = torch.sigmoid(z)
+    z = (p.swish_beta * x).clamp_(-_GATE_IS_CONSTANT_FROM, _GATE_IS_CONSTANT_FROM)
     # 1 - s is sigmoid(-z), which keeps its digits where s is near 1.
-    return g * s * (1.0 + z * torch.sigmoid(-z))
+    return g * (torch.sigmoid(z) * (1.0 + z * torch.sigmoid(-z)))
 
 
 def _elu_backward(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
@@ -201,6 +211,7 @@ def _gelu_tanh_backward(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 
 def _gelu_gradient(a: Sequence[Tensor], approximate: str) -> Tensor:
     g, x = a
+    x = x.clamp(-_GATE_IS_CONSTANT_FROM, _GATE_IS_CONSTANT_FROM)
     result: Tensor = torch.ops.aten.gelu_backward(g, x, approximate=approximate)
     return result
 
@@ -230,7 +241,10 @@ def _gen_index(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 
 
 def _gelu(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
-    return torch.nn.functional.gelu(a[0])
+    (x,) = a
+    result = torch.nn.functional.gelu(x.clamp_min(-_GATE_IS_CONSTANT_FROM))
+    # ATen's oneDNN path for gelu gives NaN at infinity.
+    return torch.where(x == torch.inf, x, result)
 
 
 def _unary(function: Callable[..., Tensor], *, is_exact: bool = True) -> Mode:

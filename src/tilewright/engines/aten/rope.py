@@ -10,8 +10,8 @@ Elements from R on are multiplied by output_scale alone. The angle is converted 
 first, and cosine and sine are those of that float32 number, over the full range, rounded to
 float32: they are taken in float64, where argument reduction is exact enough for every float32,
 so the tables do not depend on which vector path the library takes. Products and sums are
-float32, each rounded. For a float64 input angle, tables and sums are float64. The adjoint is the
-transposed rotation: the sine of the other half's angle, with the sign swapped.
+float32, each rounded (float64 for a float64 input, the angle still rounded to float32). The
+adjoint is the transposed rotation: the sine of the other half's angle, with the sign swapped.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def prepare_rope_backward(operation: Any, device: torch.device) -> Kernel:
 
 def _prepare(operation: Any, port: str, device: torch.device, *, is_adjoint: bool) -> Kernel:
     source, freqs, out = operation.inputs[port], operation.inputs["freqs"], operation.outputs["out"]
+    if 0 in source.dim:
+        return lambda inputs, outputs: None
     rotated = _rotated_extent(operation, source, freqs)
     if out.dim != source.dim:
         raise NotSupportedError(
@@ -122,15 +124,12 @@ def _rotated_extent(operation: Any, source: TensorRecord, freqs: TensorRecord) -
 def _table_loader(
     freqs: TensorRecord, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A function from the angles to their cosines and sines in ``dtype``.
-
-    For float32 arithmetic the angle is rounded to float32 before anything else.
-    """
+    """A function from the angles, rounded to float32, to their cosines and sines in ``dtype``."""
     if not freqs.data_type.is_floating:
         raise NotSupportedError(
             f"tensor {freqs.label()} has data type {freqs.data_type.name}; angles are floating"
         )
-    load = casts.loader(freqs, dtype, device)
+    load = casts.loader(freqs, torch.float32, device)
 
     def tables(operand: Tensor) -> tuple[Tensor, Tensor]:
         angle = load(operand).to(torch.float64)
