@@ -120,7 +120,7 @@ class Builder:
         tensor.value = value
         return tensor
 
-    def add(
+    def append(
         self,
         record: type[OperationType],
         inputs: Mapping[str, Tensor | None],

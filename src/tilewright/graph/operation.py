@@ -32,8 +32,10 @@ class Operation:
     accepts_outputs: ClassVar[tuple[str, ...]] = ()
     # Prefixes of list ports: each accepts "prefix0", "prefix1", ... beside the names above.
     list_port: ClassVar[str | tuple[str, ...]] = ()
-    # Pairs (output port, input port) whose buffers may be one and the same.
-    in_place: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # Output ports that every form of the operation has, beside the first one it produces.
+    required_outputs: ClassVar[tuple[str, ...]] = ()
+    # Pairs (output port, input port) whose buffers may be one where their layouts are.
+    shares: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     name: str = ""
     compute_data_type: DataType = DataType.NOT_SET
@@ -56,6 +58,21 @@ class Operation:
     def nested_operations(self) -> Sequence[Operation]:
         """Operations inside this one (a score program's), in order."""
         return ()
+
+    @property
+    def in_place(self) -> tuple[tuple[str, str], ...]:
+        """Pairs (output port, input port) whose buffers may be one and the same.
+
+        Of the pairs that the operation permits, those with one dim, stride and data type: element
+        i of the output is then written over element i of the input.
+        """
+        return tuple(
+            (out, source)
+            for out, source in self.shares
+            if out in self.outputs
+            and source in self.inputs
+            and _same_layout(self.outputs[out], self.inputs[source])
+        )
 
     def attributes(self) -> dict[str, Any]:
         """The attributes by name: every field but the ports, the name and the compute type."""
@@ -89,7 +106,7 @@ class Operation:
             if stride is not None and tensor.dim == tuple(dim):
                 tensor.stride = tuple(stride)
             elif order_of is not None:
-                tensor.stride = strides_in_order_of(tensor.dim, order_of.stride)
+                tensor.stride = strides_in_order_of(tensor.dim, order_of.stride, order_of.dim)
             else:
                 tensor.stride = packed_strides(tensor.dim)
         if data_type is not None and tensor.data_type is DataType.NOT_SET:
@@ -141,6 +158,18 @@ class Operation:
                 f"tensor {tensor.label()} ({port}) has dim {tensor.dim}; "
                 f"expected 1 or the extent of {tuple(target)} on each axis: {rule}"
             )
+
+
+def _same_layout(first: Tensor, second: Tensor) -> bool:
+    """True for the same dim and data type, and the same stride on every axis that is stepped."""
+    return (
+        first.dim == second.dim
+        and first.data_type is second.data_type
+        and all(
+            extent == 1 or a == b
+            for extent, a, b in zip(first.dim, first.stride, second.stride, strict=True)
+        )
+    )
 
 
 _KINDS: dict[str, type[Operation]] = {}

@@ -45,15 +45,25 @@ def packed_strides(dim: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def strides_in_order_of(dim: Sequence[int], model_stride: Sequence[int]) -> tuple[int, ...]:
-    """Packed strides of ``dim`` whose axes are ordered in memory as ``model_stride`` orders them.
+def strides_in_order_of(
+    dim: Sequence[int], model_stride: Sequence[int], model_dim: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Packed strides of ``dim`` whose axes are ordered in memory as the model's are.
 
-    A channels-last model gives channels-last strides. Ties keep the declared order.
+    A channels-last model gives channels-last strides. On equal strides an axis of extent 1 (known
+    from ``model_dim``) is the faster one, as it is in any packed layout, then the later axis. A
+    model of another rank, or one expanded by stride 0, tells no order: row-major.
     """
-    if len(dim) != len(model_stride):
+    extents = (0,) * len(dim) if model_dim is None else model_dim
+    if len(dim) != len(model_stride) or len(extents) != len(dim):
         return packed_strides(dim)
-    # Fastest axis first; on equal strides the later axis is the faster one.
-    order = sorted(range(len(dim)), key=lambda axis: (model_stride[axis], -axis))
+    if any(step == 0 and extent != 1 for step, extent in zip(model_stride, extents, strict=True)):
+        return packed_strides(dim)
+
+    def step_and_ties(axis: int) -> tuple[int, bool, int]:
+        return model_stride[axis], extents[axis] != 1, -axis
+
+    order = sorted(range(len(dim)), key=step_and_ties)  # fastest axis first
     strides = [1] * len(dim)
     step = 1
     for axis in order:

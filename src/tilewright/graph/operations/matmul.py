@@ -59,9 +59,9 @@ class MatmulMethods(Builder):
         self,
         A: Tensor,
         B: Tensor,
-        name: str = "",
         compute_data_type: object = None,
         padding: float = 0.0,
+        name: str = "",
     ) -> Tensor:
         """C = A B over the last two axes. A (..., M, K), B (..., K, N), C (..., M, N).
 
@@ -69,7 +69,7 @@ class MatmulMethods(Builder):
             GraphError: at ``validate`` if the inner extents differ or the batch axes do not
                 broadcast.
         """
-        operation = self.add(
+        operation = self.append(
             Matmul,
             {"A": A, "B": B},
             name=name,

@@ -54,15 +54,15 @@ class ReductionMethods(Builder):
         self,
         input: Tensor,
         mode: reduction_mode = reduction_mode.NOT_SET,
-        name: str = "",
         compute_data_type: object = None,
+        name: str = "",
     ) -> Tensor:
         """Reduce ``input``; call ``set_dim`` on the result, with 1 on the reduced axes.
 
         Raises:
             GraphError: at ``validate`` if the result has no dim, or keeps part of an axis.
         """
-        operation = self.add(
+        operation = self.append(
             Reduction,
             {"input": input},
             name=name,
