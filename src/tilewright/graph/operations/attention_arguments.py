@@ -101,7 +101,7 @@ class AttentionDeclarer(Builder):
             program = self._record_score_mod_bprop(title, name, score_mod_bprop)
             rest["score_mod_bprop"] = program
             ports |= _program_ports("score_mod_bprop", program)
-        return self.add(
+        return self.append(
             record,
             ports,
             name=name,
