@@ -9,17 +9,19 @@ from typing import Any, ClassVar
 from tilewright.graph.enums import attention_implementation, diagonal_alignment
 from tilewright.graph.operation import operation_kind
 from tilewright.graph.operations.attention_arguments import (
-    AttentionDeclarer,
     ScoreCallback,
     title_of,
     wants_stats,
 )
+from tilewright.graph.operations.attention_backward import AttentionBackwardMethods
 from tilewright.graph.operations.attention_base import (
     DROPOUT_PORTS,
     LENGTH_PORTS,
     PAGE_PORTS,
     AttentionForward,
 )
+from tilewright.graph.operations.attention_fp8 import AttentionFp8Methods
+from tilewright.graph.operations.attention_mxfp8 import AttentionMxfp8Methods
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
 
@@ -47,8 +49,8 @@ class Sdpa(AttentionForward):
         return {} if self.score_mod is None else {"score_mod": self.score_mod}
 
 
-class AttentionMethods(AttentionDeclarer):
-    """Declares attention in 16-bit and wider floating types."""
+class AttentionMethods(AttentionBackwardMethods, AttentionFp8Methods, AttentionMxfp8Methods):
+    """Declares attention: here in 16-bit and wider types, the other kinds by inheritance."""
 
     def sdpa(
         self,

@@ -85,7 +85,7 @@ class AttentionDeclarer(Builder):
         score_mod_bprop: ScoreCallback | None = None,
         **rest: Any,
     ) -> OperationType:
-        """``Builder.add``, with the arguments that become ports and attributes split."""
+        """``Builder.append``, with the arguments that become ports and attributes split."""
         title = title_of(record.kind, name)
         backward = "dO" in inputs
         probability, dropout_ports = split_dropout(title, dropout, takes_inverse=backward)
