@@ -91,7 +91,8 @@ class DeclaredGraph(
         for tensor in operation.outputs.values():
             self._resolve_data_type(tensor, operation)
             self._check_declaration(tensor)
-            if self_overlaps(tensor.dim, tensor.stride):
+            # How far a sequence of a ragged tensor reaches is known at run time only.
+            if tensor.ragged_offset is None and self_overlaps(tensor.dim, tensor.stride):
                 raise GraphError(
                     f"tensor {tensor.label()} has dim {tensor.dim} and stride {tensor.stride}, "
                     "whose elements overlap; an output's elements are distinct"

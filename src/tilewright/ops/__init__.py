@@ -1,0 +1,29 @@
+"""Functions on torch tensors: attention, norms, rotary embedding, linear layers.
+
+Each builds a graph once for what it was called with, keeps the plan, and has autograd through the
+graph's own backward operations.
+"""
+
+from tilewright.ops.attention import merge_states as merge_states
+from tilewright.ops.attention import sdpa as sdpa
+from tilewright.ops.attention import sdpa_paged as sdpa_paged
+from tilewright.ops.attention import sdpa_varlen as sdpa_varlen
+from tilewright.ops.normalization import layer_norm as layer_norm
+from tilewright.ops.normalization import rms_norm as rms_norm
+from tilewright.ops.plan_cache import cached_explanations as cached_explanations
+from tilewright.ops.plan_cache import clear_plan_cache as clear_plan_cache
+from tilewright.ops.products import linear as linear
+from tilewright.ops.rotary import rope as rope
+
+__all__ = [
+    "cached_explanations",
+    "clear_plan_cache",
+    "layer_norm",
+    "linear",
+    "merge_states",
+    "rms_norm",
+    "rope",
+    "sdpa",
+    "sdpa_paged",
+    "sdpa_varlen",
+]

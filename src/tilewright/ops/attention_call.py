@@ -1,0 +1,357 @@
+"""From attention's torch operands to the graph that computes it, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.errors import NotSupportedError
+from tilewright.graph.enums import diagonal_alignment
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.tensor import Tensor, strides_in_order_of
+from tilewright.ops.plan_cache import Operands, operand_key, run
+
+# Packed operands (T, H, D) and the prefix sums that say where each sequence starts.
+_PACKED = {"q": "cu_q", "o": "cu_q", "do": "cu_q", "dq": "cu_q", "stats": "cu_q"}
+_PACKED |= {"k": "cu_kv", "v": "cu_kv", "dk": "cu_kv", "dv": "cu_kv"}
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Everything of a call that is no operand. Hashable: it is part of the plan's key.
+
+    ``max_q`` and ``max_kv`` bound the sequence lengths of packed and paged operands; None for
+    dense ones.
+    """
+
+    scale: float
+    causal: bool = False
+    align: str = "top_left"
+    window: tuple[int | None, int | None] = (None, None)
+    alibi: bool = False
+    soft_cap: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    max_q: int | None = None
+    max_kv: int | None = None
+    stats_token_major: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: options, operands by name, and where to run."""
+
+    options: AttentionOptions
+    operands: Mapping[str, torch.Tensor]
+    engine: str | None
+    stream: Any
+
+    @property
+    def device(self) -> torch.device:
+        """The device of q."""
+        return self.operands["q"].device
+
+    @property
+    def is_packed(self) -> bool:
+        """True for operands of one sequence after another, with prefix sums."""
+        return "cu_q" in self.operands
+
+
+def attention_forward(
+    call: Call, out: torch.Tensor | None, *, want_stats: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(O, Stats or None). Packed outputs are filled beyond the last sequence: 0 and -inf."""
+    o = _empty_output(call) if out is None else out
+    outputs = {"o": o}
+    stats = None
+    if want_stats:
+        stats = _empty_stats(call)
+        outputs["stats"] = stats
+    if call.is_packed:
+        o.zero_()
+
+    def declare(graph: DeclaredGraph) -> None:
+        declared = _declare_inputs(graph, call, call.operands)
+        made = graph.sdpa(
+            declared["q"],
+            declared["k"],
+            declared["v"],
+            generate_stats=want_stats,
+            paged_attention_k_table=declared.get("k_table"),
+            paged_attention_v_table=declared.get("v_table"),
+            paged_attention_max_seq_len_kv=call.options.max_kv if "k_table" in declared else None,
+            **_masks(call.options, declared),
+        )
+        _set_output(made[0], "o", o, call, declared)
+        if stats is not None:
+            _set_output(made[1], "stats", stats, call, declared)
+
+    key = ("sdpa", call.options, *_keys(call.operands), *_keys(outputs))
+    run(
+        key,
+        declare,
+        call.operands,
+        outputs,
+        device=call.device,
+        engine=call.engine,
+        stream=call.stream,
+    )
+    return o, stats
+
+
+def attention_backward(
+    call: Call,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    do: torch.Tensor,
+    *,
+    want_dbias: bool,
+    want_dsink: bool,
+) -> dict[str, torch.Tensor]:
+    """dq, dk, dv, and dbias, dsink if wanted, by the graph's own backward operation."""
+    inputs = {**call.operands, "o": o, "stats": stats, "do": do}
+    make = torch.zeros_like if call.is_packed else torch.empty_like
+    outputs = {f"d{name}": make(call.operands[name]) for name in ("q", "k", "v")}
+    if want_dbias:
+        outputs["dbias"] = torch.empty_like(call.operands["bias"]).contiguous()
+    if want_dsink:
+        outputs["dsink"] = torch.empty_like(call.operands["sink"])
+
+    def declare(graph: DeclaredGraph) -> None:
+        declared = _declare_inputs(graph, call, inputs)
+        given: dict[str, Any] = {}
+        for name, argument in (("dbias", "dBias"), ("dsink", "dSink_token")):
+            if name in outputs:
+                given[argument] = _declare(graph, name, outputs[name], call, declared)
+        made = graph.sdpa_backward(
+            declared["q"],
+            declared["k"],
+            declared["v"],
+            declared["o"],
+            declared["do"],
+            declared["stats"],
+            use_deterministic_algorithm=call.options.deterministic,
+            **given,
+            **_masks(call.options, declared),
+        )
+        for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
+            _set_output(tensor, name, outputs[name], call, declared)
+
+    key = ("sdpa_backward", call.options, *_keys(inputs), *_keys(outputs))
+    run(key, declare, inputs, outputs, device=call.device, engine=call.engine, stream=call.stream)
+    return outputs
+
+
+class AttentionFunction(torch.autograd.Function):
+    """O and Stats with gradients for q, k, v, bias and sink."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        call: Call,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, stats = attention_forward(call, None, want_stats=True)
+        if stats is None:
+            raise NotSupportedError("attention for training makes Stats")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, sink, o, stats)
+        ctx.call = call
+        return o, stats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, do: torch.Tensor | None, dstats: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, bias, sink, o, stats = ctx.saved_tensors
+        if do is None and dstats is None:
+            return (None,) * 6
+        call: Call = ctx.call
+        operands = {**call.operands, "q": q, "k": k, "v": v}
+        if bias is not None:
+            operands["bias"] = bias
+        if sink is not None:
+            operands["sink"] = sink
+        call = Call(call.options, operands, call.engine, call.stream)
+        do = torch.zeros_like(o) if do is None else stepped(do)
+        if dstats is not None:
+            call, o, do = _with_stats_gradient(call, o, do, dstats)
+        grads = attention_backward(
+            call,
+            o,
+            stats,
+            do,
+            want_dbias=bool(ctx.needs_input_grad[3]),
+            want_dsink=bool(ctx.needs_input_grad[4]),
+        )
+        dv = grads["dv"]
+        if dv.shape != v.shape:
+            dv = dv[..., : v.shape[-1]]
+        return grads["dq"], grads["dk"], dv, grads.get("dbias"), grads.get("dsink"), None
+
+
+def stepped(packed: torch.Tensor) -> torch.Tensor:
+    """A packed operand whose tokens are distinct in storage: prefix sums need a step to count."""
+    return packed.contiguous() if packed.dim() == 3 and packed.stride(0) == 0 else packed
+
+
+def _with_stats_gradient(
+    call: Call, o: torch.Tensor, do: torch.Tensor, dstats: torch.Tensor
+) -> tuple[Call, torch.Tensor, torch.Tensor]:
+    """Fold a gradient of Stats into the operands of the backward operation.
+
+    d Stats / d S is P, so a loss on Stats adds P * dStats to dS = P * (dO V^T - rowsum(dO * O)).
+    One more column does that: V gets ones, dO gets dStats, O gets zeros.
+    """
+    if call.options.dropout_p:
+        raise NotSupportedError(
+            "a loss on Stats together with dropout_p > 0 has no backward: Stats is not dropped out"
+        )
+    v = call.operands["v"]
+    # Seven more columns of zeros keep the head size a multiple of eight.
+    extra = 8
+    if call.is_packed and call.options.stats_token_major:
+        column = dstats
+    else:
+        column = dstats.transpose(0, 1) if call.is_packed else dstats
+    column = column.to(do.dtype).unsqueeze(-1) if call.is_packed else column.to(do.dtype)
+    ones = torch.zeros((*v.shape[:-1], extra), dtype=v.dtype, device=v.device)
+    ones[..., 0] = 1
+    grown = torch.zeros((*do.shape[:-1], extra), dtype=do.dtype, device=do.device)
+    grown[..., :1] = column
+    operands = {**call.operands, "v": torch.cat((v, ones), dim=-1)}
+    wide = Call(call.options, operands, call.engine, call.stream)
+    return (
+        wide,
+        torch.cat((o, torch.zeros_like(grown)), dim=-1),
+        torch.cat((do, grown), dim=-1),
+    )
+
+
+def _empty_output(call: Call) -> torch.Tensor:
+    q, v = call.operands["q"], call.operands["v"]
+    shape = (*q.shape[:-1], v.shape[-1])
+    stride = strides_in_order_of(shape, q.stride())
+    return torch.empty_strided(shape, stride, dtype=q.dtype, device=q.device)
+
+
+def _empty_stats(call: Call) -> torch.Tensor:
+    q = call.operands["q"]
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if not call.is_packed:
+        return torch.empty((*q.shape[:-1], 1), dtype=dtype, device=q.device)
+    shape = q.shape[:2] if call.options.stats_token_major else (q.shape[1], q.shape[0])
+    return torch.full(shape, -torch.inf, dtype=dtype, device=q.device)
+
+
+def _layout(
+    name: str, tensor: torch.Tensor, call: Call
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Declared dim and stride of an operand, and the elements a prefix sum counts (1: dense)."""
+    if not call.is_packed or name not in _PACKED:
+        return tuple(tensor.shape), tuple(tensor.stride()), 1
+    longest = call.options.max_q if _PACKED[name] == "cu_q" else call.options.max_kv
+    batch = call.operands[_PACKED[name]].shape[0] - 1
+    length = longest or 0
+    if name == "stats":
+        token_major = call.options.stats_token_major
+        token, head = tensor.stride() if token_major else tensor.stride()[::-1]
+        heads = tensor.shape[1] if token_major else tensor.shape[0]
+        return (batch, heads, length, 1), (max(length * token, 1), head, token, 1), token
+    token, head, element = tensor.stride()
+    dim = (batch, tensor.shape[1], length, tensor.shape[2])
+    return dim, (max(length * token, 1), head, token, element), token
+
+
+def _declare(
+    graph: DeclaredGraph,
+    name: str,
+    tensor: torch.Tensor,
+    call: Call,
+    declared: Mapping[str, Tensor],
+) -> Tensor:
+    dim, stride, unit = _layout(name, tensor, call)
+    offset = declared[_PACKED[name]] if call.is_packed and name in _PACKED else None
+    by_value = name in ("seed", "offset") and tensor.device.type == "cpu"
+    return graph.tensor(
+        dim,
+        stride,
+        tensor.dtype,
+        name=name,
+        is_pass_by_value=by_value,
+        ragged_offset=offset,
+        ragged_offset_multiplier=max(unit, 1),
+    )
+
+
+def _declare_inputs(graph: DeclaredGraph, call: Call, inputs: Operands) -> dict[str, Tensor]:
+    declared: dict[str, Tensor] = {}
+    prefixes_first = sorted(inputs, key=lambda name: not name.startswith("cu_"))
+    for name in prefixes_first:
+        declared[name] = _declare(graph, name, inputs[name], call, declared)
+    return declared
+
+
+def _set_output(
+    made: Tensor | None, name: str, buffer: torch.Tensor, call: Call, declared: Mapping[str, Tensor]
+) -> None:
+    if made is None:
+        raise NotSupportedError(f"attention makes no {name}")
+    dim, stride, unit = _layout(name, buffer, call)
+    made.set_output(True).set_name(name).set_data_type(buffer.dtype)
+    made.set_dim(dim).set_stride(stride)
+    if call.is_packed:
+        made.set_ragged_offset(declared[_PACKED[name]])
+        made.set_ragged_offset_multiplier(max(unit, 1))
+
+
+def _masks(options: AttentionOptions, declared: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keyword arguments that forward and backward share."""
+    left, right = options.window
+    if options.causal:
+        right = 0
+    bottom_right = options.align == "bottom_right"
+    arguments: dict[str, Any] = {
+        "attn_scale": options.scale,
+        "use_alibi_mask": options.alibi,
+        "diagonal_alignment": (
+            diagonal_alignment.BOTTOM_RIGHT if bottom_right else diagonal_alignment.TOP_LEFT
+        ),
+        # The window lets row i see key i - left; the bound hides col <= row - bound.
+        "diagonal_band_left_bound": None if left is None else left + 1,
+        "diagonal_band_right_bound": right,
+        "bias": declared.get("bias"),
+        "sink_token": declared.get("sink"),
+        "seq_len_q": declared.get("seqlens_q"),
+        "seq_len_kv": declared.get("seqlens_kv"),
+        "cu_seq_len_q": declared.get("cu_q"),
+        "cu_seq_len_kv": declared.get("cu_kv"),
+        "use_padding_mask": "seqlens_kv" in declared or "cu_kv" in declared,
+    }
+    if options.dropout_p:
+        arguments["dropout"] = (options.dropout_p, declared["seed"], declared["offset"])
+    if options.soft_cap is not None:
+        arguments["score_mod"] = _soft_cap(options.soft_cap)
+    return arguments
+
+
+def _soft_cap(cap: float) -> Any:
+    """score -> cap * tanh(score / cap), as Gemma 2 (2024) defines it."""
+
+    def score_mod(graph: DeclaredGraph, score: Tensor) -> Tensor:
+        small = graph.mul(score, graph.tensor_scalar(1.0 / cap))
+        return graph.mul(graph.tanh(small), graph.tensor_scalar(float(cap)))
+
+    return score_mod
+
+
+def _keys(operands: Operands) -> tuple[Any, ...]:
+    return tuple((name, operand_key(tensor)) for name, tensor in operands.items())

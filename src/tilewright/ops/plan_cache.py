@@ -1,0 +1,117 @@
+"""The plan cache of the functions: one built plan for each distinct declaration.
+
+A key holds everything that a plan depends on: the function, its options, the engine, and the
+shape, stride, data type and device of every operand.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from tilewright.errors import NotSupportedError
+from tilewright.launch.context import device_and_stream
+from tilewright.launch.handles import Handle, as_stream_pointer
+from tilewright.planning.built import BuiltPlan
+from tilewright.planning.explain import Explanation
+from tilewright.planning.graph import Graph
+
+Operands = Mapping[str, torch.Tensor]
+
+_CAPACITY = 1024
+_lock = threading.Lock()
+_plans: collections.OrderedDict[Hashable, tuple[Graph, BuiltPlan]] = collections.OrderedDict()
+
+
+def operand_key(tensor: torch.Tensor | None) -> Hashable:
+    """What a plan depends on of one operand; None for an absent one."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def clear_plan_cache() -> None:
+    """Forget every plan."""
+    with _lock:
+        _plans.clear()
+
+
+def plan_count() -> int:
+    """How many plans are kept."""
+    return len(_plans)
+
+
+def cached_explanations() -> list[Explanation]:
+    """For every kept plan, which engine runs it and why the others declined."""
+    with _lock:
+        graphs = [graph for graph, _ in _plans.values()]
+    return [graph.explain() for graph in graphs]
+
+
+def run(
+    key: Hashable,
+    declare: Callable[[Graph], Any],
+    inputs: Operands,
+    outputs: Operands,
+    *,
+    device: torch.device,
+    engine: str | None = None,
+    stream: Any = None,
+) -> str:
+    """Run the graph that ``declare`` declares, by tensor name; returns the plan's name.
+
+    ``declare`` is called once a key. The workspace is allocated here, on the stream that the
+    work goes to.
+
+    Raises:
+        NotSupportedError: if no engine, or not the wanted one, takes the graph.
+        BindingError: if an operand does not fit.
+    """
+    built = _plan((key, engine, device), declare, device, engine)
+    pack = {**inputs, **outputs}
+    if stream is None:
+        built.bind(pack, _workspace(built)).launch()
+    else:
+        with device_and_stream(device, as_stream_pointer(stream)):
+            built.bind(pack, _workspace(built)).launch()
+    return built.plan.name
+
+
+def _workspace(built: BuiltPlan) -> torch.Tensor | None:
+    if not built.workspace_bytes:
+        return None
+    return torch.empty(built.workspace_bytes, dtype=torch.uint8, device=built.device)
+
+
+def _plan(
+    key: Hashable, declare: Callable[[Graph], Any], device: torch.device, engine: str | None
+) -> BuiltPlan:
+    with _lock:
+        kept = _plans.get(key)
+        if kept is not None:
+            _plans.move_to_end(key)
+            return kept[1]
+    graph = Graph(name="ops", handle=Handle(device), intermediate_data_type="float32")
+    declare(graph)
+    graph.create_execution_plans()
+    if engine is not None:
+        _select_engine(graph, engine)
+    graph.build_plans()
+    built = graph._active_plan()
+    with _lock:
+        _plans[key] = (graph, built)
+        if len(_plans) > _CAPACITY:
+            _plans.popitem(last=False)
+    return built
+
+
+def _select_engine(graph: Graph, engine: str) -> None:
+    for index, plan in enumerate(graph.plans):
+        if plan.engine_name == engine:
+            graph.select_plan(index)
+            return
+    raise NotSupportedError(f"engine={engine!r} has no plan for this call\n{graph.explain()}")

@@ -1,0 +1,264 @@
+"""Linear layers: product, bias, activation and gated units as one graph.
+
+    y = act(x W^T + b)                       without glu
+    y = u * act(g),  (u, g) = split(x W^T + b)   with glu, act = swish by default (SwiGLU)
+
+Sources: Shazeer 2020 (gated linear units), Hendrycks and Gimpel 2016 (GELU).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.dtypes import DataType
+from tilewright.errors import BindingError
+from tilewright.graph.enums import reduction_mode
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.tensor import Tensor
+from tilewright.ops.arguments import (
+    forbid_grad_with_out,
+    require_choice,
+    require_device,
+    require_float,
+    require_shape,
+    require_tensor,
+)
+from tilewright.ops.plan_cache import Operands, operand_key, run
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_approx_tanh",
+    "silu": "swish",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+}
+# Columns of one input block, and of one gate block, of the interleaved layout.
+GLU_BLOCK = 32
+
+
+class _Epilogue(NamedTuple):
+    activation: str | None
+    glu: str | None
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    glu: str | None = None,
+    out: torch.Tensor | None = None,
+    engine: str | None = None,
+    stream: Any = None,
+) -> torch.Tensor:
+    """x (..., K) times weight (N, K) transposed, plus bias (N,), then an epilogue.
+
+    ``activation`` is one of relu, gelu, gelu_tanh, silu, sigmoid, tanh, or None. With ``glu`` the N
+    columns hold inputs u and gates g and the result (..., N/2) is u * act(g), act being silu
+    unless ``activation`` says otherwise: "halves" has u first and g second; "interleaved32"
+    alternates blocks of 32 columns of u and of g. Accumulates in float32 (float64 for float64).
+
+    Raises:
+        BindingError: naming the argument, what came and what is accepted.
+    """
+    require_float("x", require_tensor("x", x))
+    require_tensor("weight", weight, 2)
+    if x.dim() < 1:
+        raise BindingError("x: shape (); expected (..., K)")
+    columns, depth = weight.shape
+    require_shape("weight", weight, (columns, x.shape[-1]), "(N, K) with x's last axis K")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if require_tensor(name, tensor).dtype is not x.dtype:
+            raise BindingError(f"{name}: data type {tensor.dtype}; expected x's {x.dtype}")
+        require_device(name, tensor, x.device)
+    if bias is not None:
+        require_shape("bias", bias, (columns,), "one entry a row of weight")
+    require_choice("activation", activation, (None, *ACTIVATIONS))
+    require_choice("glu", glu, (None, "halves", "interleaved32"))
+    unit = {"halves": 2, "interleaved32": 2 * GLU_BLOCK}.get(glu or "", 1)
+    if columns % unit:
+        raise BindingError(
+            f"weight: {columns} rows; expected a multiple of {unit} with glu={glu!r}"
+        )
+    epilogue = _Epilogue("silu" if glu and activation is None else activation, glu)
+    forbid_grad_with_out(out, (x, weight, bias))
+    flat = x.reshape(-1, depth)
+    shape = (*x.shape[:-1], columns // 2 if glu else columns)
+    if out is not None:
+        require_shape("out", require_tensor("out", out), shape, "(..., N), or (..., N/2) with glu")
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        y: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+            flat, weight, bias, epilogue, engine, stream
+        )
+        return y.reshape(shape)
+    y = _forward(flat, weight, bias, epilogue, engine, stream)[0]
+    return y.reshape(shape) if out is None else out.copy_(y.reshape(shape))
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Saves the product before the epilogue, which its gradient is a function of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        epilogue: _Epilogue,
+        engine: str | None,
+        stream: Any,
+    ) -> torch.Tensor:
+        keep = epilogue.activation is not None
+        y, product = _forward(x, weight, bias, epilogue, engine, stream, keep_product=keep)
+        ctx.save_for_backward(x, weight, product)
+        ctx.call = (None if bias is None else bias.dtype, epilogue, engine, stream)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, product = ctx.saved_tensors
+        bias_type, epilogue, engine, stream = ctx.call
+        inputs = {"x": x, "weight": weight, "grad": grad}
+        if product is not None:
+            inputs["product"] = product
+        outputs = {"dx": torch.empty_like(x), "dweight": torch.empty_like(weight)}
+        if bias_type is not None:
+            outputs["dbias"] = torch.empty((1, weight.shape[0]), dtype=bias_type, device=x.device)
+
+        def declare(graph: DeclaredGraph) -> None:
+            named = _declare_all(graph, inputs)
+            dproduct = _declare_epilogue_backward(
+                graph, named["grad"], named.get("product"), epilogue
+            )
+            rows, columns = x.shape[0], weight.shape[0]
+            _finish(graph.matmul(dproduct, named["weight"]), "dx", outputs["dx"])
+            transposed = graph.transpose(dproduct, permutation=(1, 0)).set_dim((columns, rows))
+            _finish(graph.matmul(transposed, named["x"]), "dweight", outputs["dweight"])
+            if bias_type is not None:
+                total = graph.reduction(dproduct, reduction_mode.ADD).set_dim((1, columns))
+                _finish(total, "dbias", outputs["dbias"])
+
+        key = ("linear_backward", epilogue, *_keys(inputs), *_keys(outputs))
+        run(key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
+        dbias = None if bias_type is None else outputs["dbias"].reshape(-1)
+        return outputs["dx"], outputs["dweight"], dbias, None, None, None
+
+
+def _forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epilogue: _Epilogue,
+    engine: str | None,
+    stream: Any,
+    *,
+    keep_product: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows, columns = x.shape[0], weight.shape[0]
+    width = columns // 2 if epilogue.glu else columns
+    inputs = {"x": x, "weight": weight.t()}
+    if bias is not None:
+        inputs["bias"] = bias.unsqueeze(0)
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    outputs = {"y": y}
+    if keep_product:
+        outputs["product"] = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+
+    def declare(graph: DeclaredGraph) -> None:
+        named = _declare_all(graph, inputs)
+        product = graph.matmul(named["x"], named["weight"])
+        if bias is not None:
+            product = graph.bias(product, named["bias"])
+        if keep_product:
+            _finish(product, "product", outputs["product"])
+        _finish(_declare_epilogue(graph, product, epilogue, (rows, columns)), "y", y)
+
+    key = ("linear", epilogue, *_keys(inputs), *_keys(outputs))
+    run(key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
+    return y, outputs.get("product")
+
+
+def _declare_epilogue(
+    graph: DeclaredGraph, product: Tensor, epilogue: _Epilogue, shape: tuple[int, int]
+) -> Tensor:
+    if epilogue.activation is None:
+        return product
+    activate = getattr(graph, ACTIVATIONS[epilogue.activation])
+    if epilogue.glu is None:
+        activated: Tensor = activate(product)
+        return activated
+    value, gate = _split(graph, product, epilogue.glu, shape)
+    joined = graph.mul(value, activate(gate))
+    if epilogue.glu == "halves":
+        return joined
+    return graph.reshape(joined).set_dim((shape[0], shape[1] // 2))
+
+
+def _declare_epilogue_backward(
+    graph: DeclaredGraph, grad: Tensor, product: Tensor | None, epilogue: _Epilogue
+) -> Tensor:
+    if epilogue.activation is None or product is None:
+        return grad
+    name = ACTIVATIONS[epilogue.activation]
+    activate = getattr(graph, name)
+    activate_backward = getattr(graph, f"{name}_backward")
+    if epilogue.glu is None:
+        dproduct: Tensor = activate_backward(grad, product)
+        return dproduct
+    rows, columns = product.dim
+    value, gate = _split(graph, product, epilogue.glu, (rows, columns))
+    if epilogue.glu != "halves":
+        grad = graph.reshape(grad).set_dim((rows, columns // (2 * GLU_BLOCK), 1, GLU_BLOCK))
+    dvalue = graph.mul(grad, activate(gate))
+    dgate = activate_backward(graph.mul(grad, value), gate)
+    if epilogue.glu == "halves":
+        return graph.concatenate([dvalue, dgate], axis=1)
+    blocks = graph.concatenate([dvalue, dgate], axis=2)
+    return graph.reshape(blocks).set_dim((rows, columns))
+
+
+def _split(
+    graph: DeclaredGraph, product: Tensor, glu: str, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The values and the gates among the product's columns."""
+    rows, columns = shape
+    if glu == "halves":
+        half = columns // 2
+        every = slice(0, rows)
+        return (
+            graph.slice(product, [every, slice(0, half)]),
+            graph.slice(product, [every, slice(half, columns)]),
+        )
+    count = columns // (2 * GLU_BLOCK)
+    blocks = graph.reshape(product).set_dim((rows, count, 2, GLU_BLOCK))
+    whole = [slice(0, rows), slice(0, count)]
+    return (
+        graph.slice(blocks, [*whole, slice(0, 1), slice(0, GLU_BLOCK)]),
+        graph.slice(blocks, [*whole, slice(1, 2), slice(0, GLU_BLOCK)]),
+    )
+
+
+def _declare_all(graph: DeclaredGraph, inputs: Operands) -> dict[str, Tensor]:
+    if next(iter(inputs.values())).dtype is torch.float64:
+        graph.intermediate_data_type = DataType.DOUBLE
+    return {
+        name: graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
+    }
+
+
+def _finish(made: Tensor, name: str, buffer: torch.Tensor) -> None:
+    made.set_output(True).set_name(name).set_data_type(buffer.dtype)
+    made.set_dim(buffer.shape).set_stride(buffer.stride())
+
+
+def _keys(operands: Operands) -> tuple[Any, ...]:
+    return tuple((name, operand_key(tensor)) for name, tensor in operands.items())

@@ -1,0 +1,191 @@
+"""Rotary position embedding from cos and sin tables, as a graph of slices and products.
+
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+
+with (x1, x2) the two halves of the rotated part of the head, or its even and odd elements when
+interleaved. Products are float32 (float64 for float64 inputs), rounded once. Source: RoFormer
+(Su et al. 2021).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.errors import BindingError
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.tensor import Tensor
+from tilewright.ops.arguments import require_device, require_float, require_shape, require_tensor
+from tilewright.ops.plan_cache import operand_key, run
+
+
+class _Layout(NamedTuple):
+    interleaved: bool
+    rotary_dim: int
+    is_backward: bool
+
+
+def rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    positions: torch.Tensor | None = None,
+    inplace: bool = False,
+    engine: str | None = None,
+    stream: Any = None,
+) -> torch.Tensor:
+    """Rotate the first ``rotary_dim`` elements of each head of x (B, H, S, D).
+
+    Args:
+        x: (B, H, S, D), any strides and float type.
+        cos: (S, R/2) or (B, S, R/2), R = rotary_dim (default D). With ``positions`` (S,) or
+            (B, S) the tables are looked up by position: cos[positions].
+        sin: cos's shape.
+        interleaved: pairs are neighbours (0, 1), (2, 3), ... and not (i, i + R/2).
+        rotary_dim: R, even; the elements past it are passed through.
+        positions: int32 or int64 positions in the tables.
+        inplace: write into ``x`` and return it.
+        engine: run this engine or raise.
+        stream: where to run.
+
+    Raises:
+        BindingError: naming the argument, what came and what is accepted.
+    """
+    require_float("x", require_tensor("x", x, 4))
+    batch, _, length, depth = x.shape
+    width = depth if rotary_dim is None else rotary_dim
+    if not 0 < width <= depth or width % 2:
+        raise BindingError(f"rotary_dim: got {width}; expected an even number from 2 to {depth}")
+    tables = {}
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_float(name, require_tensor(name, table))
+        require_device(name, table, x.device)
+        if positions is not None:
+            table = _look_up(name, table, positions, x)
+        if table.dim() == 2:
+            table = table.unsqueeze(0)
+        require_shape(
+            name,
+            table,
+            (table.shape[0] if table.shape[0] in (1, batch) else batch, length, width // 2),
+            "(S, R/2) or (B, S, R/2)",
+        )
+        tables[name] = table.detach().unsqueeze(1)
+    layout = _Layout(interleaved, width, is_backward=False)
+    if torch.is_grad_enabled() and x.requires_grad:
+        if inplace:
+            raise BindingError("inplace: given while x requires grad; use it under torch.no_grad")
+        result: torch.Tensor = _RopeFunction.apply(  # type: ignore[no-untyped-call]
+            x, tables["cos"], tables["sin"], layout, engine, stream
+        )
+        return result
+    y = _rotate(x, tables["cos"], tables["sin"], layout, engine, stream)
+    return x.copy_(y) if inplace else y
+
+
+class _RopeFunction(torch.autograd.Function):
+    """The backward of a rotation is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layout: _Layout,
+        engine: str | None,
+        stream: Any,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.call = (layout, engine, stream)
+        return _rotate(x, cos, sin, layout, engine, stream)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        layout, engine, stream = ctx.call
+        dx = _rotate(grad, cos, sin, layout._replace(is_backward=True), engine, stream)
+        return dx, None, None, None, None, None
+
+
+def _rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: _Layout,
+    engine: str | None,
+    stream: Any,
+) -> torch.Tensor:
+    y = torch.empty_like(x)
+    inputs = {"x": x, "cos": cos, "sin": sin}
+
+    def declare(graph: DeclaredGraph) -> None:
+        source, c, s = (
+            graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
+        )
+        _declare_rotation(graph, source, c, s, layout, x.dtype is torch.float64).set_output(
+            True
+        ).set_name("y").set_data_type(x.dtype).set_dim(y.shape).set_stride(y.stride())
+
+    key = ("rope", layout, *(operand_key(tensor) for tensor in inputs.values()), operand_key(y))
+    run(key, declare, inputs, {"y": y}, device=x.device, engine=engine, stream=stream)
+    return y
+
+
+def _declare_rotation(
+    graph: DeclaredGraph, x: Tensor, cos: Tensor, sin: Tensor, layout: _Layout, is_double: bool
+) -> Tensor:
+    batch, heads, length, depth = x.dim
+    width, half = layout.rotary_dim, layout.rotary_dim // 2
+    whole = [slice(0, batch), slice(0, heads), slice(0, length)]
+    if layout.interleaved:
+        parts = [slice(0, width, 2), slice(1, width, 2)]
+    else:
+        parts = [slice(0, half), slice(half, width)]
+    kept = "float64" if is_double else "float32"
+    first, second = (graph.slice(x, [*whole, part]).set_data_type(x.data_type) for part in parts)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return graph.mul(a, b).set_data_type(kept)
+
+    forward, backward = (graph.add, graph.sub) if layout.is_backward else (graph.sub, graph.add)
+    y1: Tensor = forward(product(first, cos), product(second, sin)).set_data_type(kept)
+    y2 = backward(product(second, cos), product(first, sin)).set_data_type(kept)
+    if layout.interleaved:
+        pair = (batch, heads, length, half, 1)
+        columns = [graph.reshape(y).set_dim(pair).set_data_type(kept) for y in (y1, y2)]
+        rotated = graph.concatenate(columns, axis=4).set_data_type(kept)
+        rotated = graph.reshape(rotated).set_dim((batch, heads, length, width)).set_data_type(kept)
+        pieces = [rotated]
+    else:
+        pieces = [y1, y2]
+    if width < depth:
+        pieces.append(graph.slice(x, [*whole, slice(width, depth)]).set_data_type(x.data_type))
+    if len(pieces) == 1:
+        return pieces[0]
+    return graph.concatenate(pieces, axis=3)
+
+
+def _look_up(
+    name: str, table: torch.Tensor, positions: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    require_tensor("positions", positions)
+    require_device("positions", positions, x.device)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise BindingError(f"positions: data type {positions.dtype}; expected int32 or int64")
+    if tuple(positions.shape) not in ((x.shape[2],), (x.shape[0], x.shape[2]), (1, x.shape[2])):
+        raise BindingError(
+            f"positions: shape {tuple(positions.shape)}; expected (S,) or (B, S) with S = "
+            f"{x.shape[2]}"
+        )
+    if table.dim() != 2:
+        raise BindingError(
+            f"{name}: shape {tuple(table.shape)}; expected (positions, R/2) with positions="
+        )
+    return table[positions]
