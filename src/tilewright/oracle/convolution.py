@@ -98,8 +98,8 @@ def forward(
     padded = _padded(x, pre_padding, reach)
     out = x.new_zeros((x.shape[0], groups, w.shape[0] // groups, _count(out_extents)))
     for tap, window in _taps(w.shape[2:], out_extents, stride, dilation):
-        seen = _by_group(padded[(slice(None), slice(None), *window)], groups)
-        kernel = w[(slice(None), slice(None), *tap)].reshape(groups, -1, w.shape[1])
+        seen = _by_group(padded[_tail(window)], groups)
+        kernel = w[_tail(tap)].reshape(groups, -1, w.shape[1])
         out += torch.einsum("ngcp,gkc->ngkp", seen, kernel)
     return out.reshape(x.shape[0], w.shape[0], *out_extents)
 
@@ -126,15 +126,15 @@ def data_gradient(
     padded = dy.new_zeros((*image_dim[:2], *extents))
     dy_grouped = _by_group(dy, groups)
     for tap, window in _taps(w.shape[2:], out_extents, stride, dilation):
-        kernel = w[(slice(None), slice(None), *tap)].reshape(groups, -1, w.shape[1])
+        kernel = w[_tail(tap)].reshape(groups, -1, w.shape[1])
         share = torch.einsum("ngkp,gkc->ngcp", dy_grouped, kernel)
         share = share.reshape(image_dim[0], image_dim[1], *out_extents)
-        padded[(slice(None), slice(None), *window)] += share
+        padded[_tail(window)] += share
     inside = tuple(
         slice(before, before + size)
         for before, size in zip(pre_padding, image_dim[2:], strict=True)
     )
-    return padded[(slice(None), slice(None), *inside)]
+    return padded[_tail(inside)]
 
 
 def weight_gradient(
@@ -154,10 +154,15 @@ def weight_gradient(
     dy_grouped = _by_group(dy, groups)
     gradient = x.new_zeros(tuple(weight_dim))
     for tap, window in _taps(weight_dim[2:], out_extents, stride, dilation):
-        seen = _by_group(padded[(slice(None), slice(None), *window)], groups)
+        seen = _by_group(padded[_tail(window)], groups)
         share = torch.einsum("ngkp,ngcp->gkc", dy_grouped, seen)
-        gradient[(slice(None), slice(None), *tap)] = share.reshape(weight_dim[0], weight_dim[1])
+        gradient[_tail(tap)] = share.reshape(weight_dim[0], weight_dim[1])
     return gradient
+
+
+def _tail(index: Sequence[Any]) -> tuple[Any, ...]:
+    """An index of the spatial axes, behind the first two."""
+    return (slice(None), slice(None), *index)
 
 
 def _count(extents: Extents) -> int:

@@ -2,8 +2,8 @@
 
 With mean and variance over the normalized axes (biased variance), r = (var + epsilon)^(-1/2) and
 x^ = (x - mean) * r:  y = x^ * scale + bias.  RMSNorm has no mean and r = (mean(x^2) +
-epsilon)^(-1/2).  Backward, with g = dy * scale:  dx = r * (g - mean(g) - x^ * mean(g * x^)), without
-the mean(g) term for RMSNorm.
+epsilon)^(-1/2).  Backward, with g = dy * scale:  dx = r * (g - mean(g) - x^ * mean(g * x^)),
+without the mean(g) term for RMSNorm.
 
 Sources: Ba, Kiros, Hinton 2016 (arXiv:1607.06450); Zhang, Sennrich 2019 (arXiv:1910.07467); Ioffe,
 Szegedy 2015 (arXiv:1502.03167).

@@ -77,7 +77,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _at_limits(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` with the limits of an x * gate(x) at -inf (0) and +inf (inf), where 0 * inf is NaN."""
+    """`value` with the limits of x * gate(x) at -inf (0) and +inf (inf), not 0 * inf."""
     value = torch.where(x == float("-inf"), 0.0, value)
     return torch.where(x == float("inf"), x, value)
 
