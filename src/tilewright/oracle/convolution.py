@@ -70,7 +70,8 @@ def _groups(channels: int, weight: torch.Tensor) -> int:
 
 def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
     """(N, C, positions...) as (N, G, C / G, positions)."""
-    return x.reshape(x.shape[0], groups, x.shape[1] // groups, -1)
+    # An empty batch leaves no extent to infer.
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, x.shape[2:].numel())
 
 
 def forward(
