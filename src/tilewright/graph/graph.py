@@ -6,8 +6,12 @@ from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.operation import Operation, walk
 from tilewright.graph.operations.attention import AttentionMethods
+from tilewright.graph.operations.batchnorm import BatchnormMethods
+from tilewright.graph.operations.block_scale import BlockScaleMethods
 from tilewright.graph.operations.convolution import ConvolutionMethods
+from tilewright.graph.operations.genstats import GenstatsMethods
 from tilewright.graph.operations.matmul import MatmulMethods
+from tilewright.graph.operations.moe import MoeMethods
 from tilewright.graph.operations.normalization import NormalizationMethods
 from tilewright.graph.operations.normalization_backward import NormalizationBackwardMethods
 from tilewright.graph.operations.pointwise_backward import PointwiseBackwardMethods
@@ -15,14 +19,19 @@ from tilewright.graph.operations.pointwise_binary import PointwiseBinaryMethods
 from tilewright.graph.operations.pointwise_unary import PointwiseUnaryMethods
 from tilewright.graph.operations.reduction import ReductionMethods
 from tilewright.graph.operations.rope import RopeMethods
+from tilewright.graph.operations.shape import ShapeMethods
 from tilewright.graph.shapes import self_overlaps
 from tilewright.graph.tensor import MAX_RANK, Tensor, packed_strides
 
 
 class DeclaredGraph(
     AttentionMethods,
+    BatchnormMethods,
+    BlockScaleMethods,
     ConvolutionMethods,
+    GenstatsMethods,
     MatmulMethods,
+    MoeMethods,
     NormalizationBackwardMethods,
     NormalizationMethods,
     PointwiseBackwardMethods,
@@ -30,6 +39,7 @@ class DeclaredGraph(
     PointwiseUnaryMethods,
     ReductionMethods,
     RopeMethods,
+    ShapeMethods,
 ):
     """A graph of tensor operations, declared but not planned.
 

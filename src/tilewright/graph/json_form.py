@@ -13,6 +13,7 @@ from tilewright.graph.builder import Builder
 from tilewright.graph.enums import knob_type, tensor_reordering
 from tilewright.graph.operation import (
     Operation,
+    attribute_hints,
     check_ports,
     coerce_attributes,
     operation_kinds,
@@ -201,11 +202,13 @@ def _read_operation(raw: Any, tensors: Mapping[int, Tensor]) -> Operation:
     for port in outputs:
         if port not in record.produces and port not in record.accepts_outputs:
             raise GraphError(f"{title}: no output {port!r}")
-    if not outputs:
-        raise GraphError(f"{title}: no output; expected some of {', '.join(record.produces)}")
+    for port in (*record.produces[:1], *record.required_outputs):
+        if port not in outputs:
+            raise GraphError(f"{title}: the output {port!r} is missing")
     attributes = dict(_mapping(entry.get("attributes", {}), f"{title}: attributes"))
     for field in _PROGRAM_FIELDS:
-        if attributes.get(field) is not None:
+        # A kind without programs refuses the attribute below; reading it here would nest.
+        if attributes.get(field) is not None and field in attribute_hints(record):
             attributes[field] = _read_program(attributes[field], tensors, f"{title}: {field}")
     return record(
         name=name,

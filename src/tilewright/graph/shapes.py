@@ -51,3 +51,39 @@ def self_overlaps(dim: Sequence[int], stride: Sequence[int]) -> bool:
             return True
         reach += (extent - 1) * step
     return False
+
+
+def view_strides(
+    dim: Sequence[int], stride: Sequence[int], new_dim: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Strides under which ``new_dim`` names the same elements in row-major order, moving none.
+
+    None if no strides do. Both shapes have the same number of elements. Neighbouring axes that
+    step as one are merged, and each merged axis must be a product of whole new ones.
+    """
+    if 0 in dim:
+        inner = [[max(extent, 1) for extent in new_dim[axis + 1 :]] for axis in range(len(new_dim))]
+        return tuple(math.prod(extents) for extents in inner)
+    axes = [(extent, step) for extent, step in zip(dim, stride, strict=True) if extent != 1]
+    merged: list[tuple[int, int]] = []
+    for extent, step in reversed(axes):
+        if merged and step == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * extent, merged[-1][1])
+        else:
+            merged.append((extent, step))
+    strides = [1] * len(new_dim)
+    left, step = 1, 1
+    following = iter(merged)
+    for axis in reversed(range(len(new_dim))):
+        extent = new_dim[axis]
+        if extent == 1:
+            strides[axis] = step
+            continue
+        if left == 1:
+            left, step = next(following, (1, 1))
+        if left % extent:
+            return None
+        strides[axis] = step
+        left //= extent
+        step *= extent
+    return tuple(strides)
