@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from tilewright.dtypes import DataType
-from tilewright.errors import BindingError, NotSupportedError
+from tilewright.errors import BindingError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.aliases import ByteRange, ranges_clash
 from tilewright.launch.facts import OperandFacts, observe
 from tilewright.launch.pointers import bytes_at
 from tilewright.launch.slots import Slot
+from tilewright.torch_dtypes import from_torch
 
 VariantPack = Mapping[Any, Any]
 
@@ -138,7 +138,7 @@ class Binder:
         dtype = facts.tensor.dtype
         if dtype is not slot.dtype and not (dtype is torch.uint8 and slot.dtype.itemsize == 1):
             raise BindingError(
-                f"tensor {slot.label}: data type {_type_name(facts)}; expected "
+                f"tensor {slot.label}: data type {from_torch(dtype).name}; expected "
                 f"{slot.data_type.name} as declared"
             )
         on_host = slot.is_pass_by_value and facts.tensor.device.type == "cpu"
@@ -275,10 +275,3 @@ def _byte_range(slot: Slot, start: int, stop: int) -> ByteRange:
         s * item if extent > 1 else item for extent, s in zip(slot.dim, slot.stride, strict=True)
     )
     return ByteRange(start, stop, slot.dim, strides, item)
-
-
-def _type_name(facts: OperandFacts) -> str:
-    try:
-        return DataType(facts.data_type).name
-    except (ValueError, NotSupportedError):
-        return str(facts.tensor.dtype if facts.tensor is not None else None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.dtypes import DataType
-from tilewright.errors import BindingError
+from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.shapes import span_elements
 from tilewright.torch_dtypes import from_torch
 
@@ -63,11 +63,18 @@ def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
         tensor.data_ptr(),
         dim,
         stride,
-        from_torch(tensor.dtype),
+        _data_type(tensor, label),
         tensor.device,
         span_elements(dim, stride) * tensor.element_size(),
         tensor,
     )
+
+
+def _data_type(tensor: torch.Tensor, label: str) -> DataType:
+    try:
+        return from_torch(tensor.dtype)
+    except NotSupportedError as error:
+        raise BindingError(f"tensor {label}: {error}") from error
 
 
 def import_dlpack(buffer: Any, label: str) -> torch.Tensor:
