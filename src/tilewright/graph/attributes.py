@@ -15,12 +15,23 @@ from typing import Any
 from tilewright.errors import GraphError
 
 _FLOAT_WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_SHOWN_CHARACTERS = 200
 
 
 class JsonForm(typing.Protocol):
     """An attribute type with a JSON form of its own (a score program)."""
 
     def to_json(self) -> Any: ...
+
+
+def shown(value: Any) -> str:
+    """``value`` for a message: its repr, cut to a readable length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python prints neither very long integers nor very deep lists.
+        return f"{type(value).__name__} too large to print"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
@@ -43,7 +54,7 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if hint is bool:
         if isinstance(value, bool):
             return value
-        raise GraphError(f"{where} is {value!r}; expected True or False")
+        raise GraphError(f"{where} is {shown(value)}; expected True or False")
     if hint is int:
         return _coerce_int(value, where)
     if hint is float:
@@ -51,12 +62,12 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if hint is str:
         if isinstance(value, str):
             return value
-        raise GraphError(f"{where} is {value!r}; expected a string")
+        raise GraphError(f"{where} is {shown(value)}; expected a string")
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _coerce_enum(hint, value, where)
     if isinstance(hint, type) and isinstance(value, hint):
         return value
-    raise GraphError(f"{where} is {value!r}; expected {getattr(hint, '__name__', hint)}")
+    raise GraphError(f"{where} is {shown(value)}; expected {getattr(hint, '__name__', hint)}")
 
 
 def encode(value: Any) -> Any:
@@ -74,13 +85,13 @@ def encode(value: Any) -> Any:
 
 def _coerce_int(value: Any, where: str) -> int:
     if isinstance(value, bool):
-        raise GraphError(f"{where} is {value!r}; expected an integer")
+        raise GraphError(f"{where} is {shown(value)}; expected an integer")
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise GraphError(f"{where} is {value!r}; expected an integer") from error
+        raise GraphError(f"{where} is {shown(value)}; expected an integer") from error
     if not -(2**63) <= number < 2**63:
-        raise GraphError(f"{where} is {number}; expected a 64-bit integer")
+        raise GraphError(f"{where} is {shown(number)}; expected a 64-bit integer")
     return number
 
 
@@ -88,11 +99,11 @@ def _coerce_float(value: Any, where: str) -> float:
     if isinstance(value, str) and value in _FLOAT_WORDS:
         return _FLOAT_WORDS[value]
     if isinstance(value, bool | str):
-        raise GraphError(f"{where} is {value!r}; expected a number")
+        raise GraphError(f"{where} is {shown(value)}; expected a number")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise GraphError(f"{where} is {value!r}; expected a number") from error
+        raise GraphError(f"{where} is {shown(value)}; expected a number") from error
 
 
 def _coerce_enum(hint: type[enum.Enum], value: Any, where: str) -> enum.Enum:
@@ -101,13 +112,13 @@ def _coerce_enum(hint: type[enum.Enum], value: Any, where: str) -> enum.Enum:
     if isinstance(value, str) and value in hint.__members__:
         return hint[value]
     accepted = ", ".join(hint.__members__)
-    raise GraphError(f"{where} is {value!r}; accepted are {accepted}")
+    raise GraphError(f"{where} is {shown(value)}; accepted are {accepted}")
 
 
 def _coerce_tuple(hint: Any, value: Any, where: str) -> tuple[Any, ...]:
     parts = typing.get_args(hint)
     if isinstance(value, str) or not hasattr(value, "__iter__") or isinstance(value, dict):
-        raise GraphError(f"{where} is {value!r}; expected a sequence")
+        raise GraphError(f"{where} is {shown(value)}; expected a sequence")
     entries = list(value)
     if len(parts) == 2 and parts[1] is Ellipsis:
         return tuple(coerce(parts[0], entry, where) for entry in entries)

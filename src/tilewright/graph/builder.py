@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from tilewright.dtypes import DataType, as_data_type
 from tilewright.errors import GraphError
+from tilewright.graph.attributes import coerce, shown
 from tilewright.graph.buffers import describe_buffer
 from tilewright.graph.enums import tensor_reordering
 from tilewright.graph.operation import Operation, check_ports, coerce_attributes
@@ -67,10 +68,11 @@ class Builder:
             tensor.stride = packed_strides(tensor.dim)
         tensor.is_virtual = bool(is_virtual)
         tensor.is_pass_by_value = bool(is_pass_by_value)
-        tensor.ragged_offset = ragged_offset
-        tensor.ragged_offset_multiplier = int(ragged_offset_multiplier)
+        tensor.set_ragged_offset(ragged_offset)
+        tensor.set_ragged_offset_multiplier(ragged_offset_multiplier)
         tensor.set_reordering_type(reordering_type)
-        tensor.alignment_value = int(alignment_value)
+        where = f"tensor {tensor.label()}: alignment_value"
+        tensor.alignment_value = coerce(int, alignment_value, where)
         if uid != -1:
             tensor.set_uid(uid)
         return tensor
@@ -105,7 +107,7 @@ class Builder:
             GraphError: if ``value`` is no number.
         """
         if not isinstance(value, bool | int | float):
-            raise GraphError(f"tensor_scalar: value is {value!r}; expected a number")
+            raise GraphError(f"tensor_scalar: value is {shown(value)}; expected a number")
         if isinstance(value, bool):
             default = DataType.BOOLEAN
         elif isinstance(value, int):
@@ -149,7 +151,7 @@ class Builder:
         }
         given = {p: t for p, t in (given_outputs or {}).items() if t is not None}
         for port, tensor in (*present.items(), *given.items()):
-            self._require_own(tensor, f"{title}: {port}")
+            self.require_own(tensor, f"{title}: {port}")
         check_ports(record, present, title)
         made: dict[str, Tensor] = {}
         for port in record.produces if outputs is None else outputs:
@@ -180,7 +182,7 @@ class Builder:
             GraphError: if it is negative, no int, or another tensor's.
         """
         if isinstance(uid, bool) or not isinstance(uid, int) or not 0 <= uid < 2**63:
-            raise GraphError(f"tensor {tensor.label()}: uid is {uid!r}; expected an int >= 0")
+            raise GraphError(f"tensor {tensor.label()}: uid is {shown(uid)}; expected an int >= 0")
         owner = self._given_uids.get(uid)
         if owner is not None and owner is not tensor:
             raise GraphError(
@@ -221,7 +223,12 @@ class Builder:
             self._kept_arrays.append(value)
         return known
 
-    def _require_own(self, tensor: Any, where: str) -> None:
+    def require_own(self, tensor: Any, where: str) -> None:
+        """Require that ``tensor`` is a tensor of this graph.
+
+        Raises:
+            GraphError: if it is not.
+        """
         if not isinstance(tensor, Tensor):
             raise GraphError(f"{where} is {type(tensor).__name__}; expected a graph tensor")
         if tensor._graph is not self:

@@ -20,8 +20,8 @@ from tilewright.graph.operations.pointwise_unary import PointwiseUnaryMethods
 from tilewright.graph.operations.reduction import ReductionMethods
 from tilewright.graph.operations.rope import RopeMethods
 from tilewright.graph.operations.shape import ShapeMethods
-from tilewright.graph.shapes import self_overlaps
-from tilewright.graph.tensor import MAX_RANK, Tensor, packed_strides
+from tilewright.graph.shapes import self_overlaps, span_elements
+from tilewright.graph.tensor import INT64_MAX, MAX_RANK, Tensor, packed_strides
 
 
 class DeclaredGraph(
@@ -172,7 +172,18 @@ class DeclaredGraph(
             raise GraphError(
                 f"tensor {label} has stride {tensor.stride}; expected no negative stride"
             )
+        self._check_size(tensor)
         self._check_roles(tensor)
+
+    @staticmethod
+    def _check_size(tensor: Tensor) -> None:
+        # A singleton axis may have any stride that 64 bits hold.
+        span_bytes = tensor.data_type.span_bytes(span_elements(tensor.dim, tensor.stride))
+        if max(*tensor.dim, *tensor.stride, span_bytes) > INT64_MAX:
+            raise GraphError(
+                f"tensor {tensor.label()} has dim {tensor.dim} and stride {tensor.stride}; its "
+                "span in bytes does not fit 64 bits"
+            )
 
     def _check_roles(self, tensor: Tensor) -> None:
         label = tensor.label()
@@ -188,7 +199,7 @@ class DeclaredGraph(
         offset = tensor.ragged_offset
         if offset is None:
             return
-        self._require_own(offset, f"tensor {label}: ragged_offset")
+        self.require_own(offset, f"tensor {label}: ragged_offset")
         batch = tensor.dim[0]
         if offset.dim and (offset.dim[0] != batch + 1 or any(e != 1 for e in offset.dim[1:])):
             raise GraphError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
-from tilewright.graph.attributes import coerce, encode
+from tilewright.graph.attributes import coerce, encode, shown
 from tilewright.graph.builder import Builder
 from tilewright.graph.enums import knob_type, tensor_reordering
 from tilewright.graph.operation import (
@@ -106,7 +106,7 @@ def fill_from_dict(graph: Builder, document: Any) -> None:
     version = root.get("tilewright_graph")
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise GraphError(
-            f"graph JSON: tilewright_graph is {version!r}; this version reads {FORMAT_VERSION}"
+            f"graph JSON: tilewright_graph is {shown(version)}; this version reads {FORMAT_VERSION}"
         )
     graph.name = coerce(str, root.get("name", "test_graph"), "graph JSON: name")
     for field in ("io_data_type", "intermediate_data_type", "compute_data_type"):
@@ -192,7 +192,7 @@ def _read_operation(raw: Any, tensors: Mapping[int, Tensor]) -> Operation:
     kinds = operation_kinds()
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
-        raise GraphError(f"graph JSON: operation kind {kind!r}; known are {', '.join(kinds)}")
+        raise GraphError(f"graph JSON: operation kind {shown(kind)}; known are {', '.join(kinds)}")
     record = kinds[kind]
     name = coerce(str, entry.get("name", ""), f"{kind}: name")
     title = f"{kind} {name!r}" if name else kind
@@ -243,7 +243,7 @@ def _read_ports(raw: Any, tensors: Mapping[int, Tensor], where: str) -> dict[str
 
 def _lookup(tensors: Mapping[int, Tensor], uid: Any, where: str) -> Tensor:
     if isinstance(uid, bool) or not isinstance(uid, int) or uid not in tensors:
-        raise GraphError(f"{where}: no tensor has uid {uid!r}")
+        raise GraphError(f"{where}: no tensor has uid {shown(uid)}")
     return tensors[uid]
 
 

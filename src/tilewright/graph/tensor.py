@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.dtypes import DataType, as_data_type
 from tilewright.errors import GraphError
+from tilewright.graph.attributes import coerce, shown
 from tilewright.graph.enums import tensor_reordering
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ def as_extents(values: Iterable[int], what: str, tensor_name: str) -> tuple[int,
         extents = tuple(operator.index(value) for value in values)
     except TypeError as error:
         raise GraphError(
-            f"tensor {tensor_name!r}: {what} is {values!r}; expected a sequence of integers"
+            f"tensor {tensor_name!r}: {what} is {shown(values)}; expected a sequence of integers"
         ) from error
     for extent in extents:
         if not -INT64_MAX <= extent <= INT64_MAX:
-            raise GraphError(f"tensor {tensor_name!r}: {what} {extent} does not fit 64 bits")
+            raise GraphError(f"tensor {tensor_name!r}: {what} {shown(extent)} does not fit 64 bits")
     return extents
 
 
@@ -190,19 +191,23 @@ class Tensor:
     def set_ragged_offset(self, value: Tensor | None) -> Tensor:
         """Set the tensor of B + 1 offsets (in elements) at which each sequence starts."""
         self._mutate()
+        if value is not None:
+            self._graph.require_own(value, f"tensor {self.label()}: ragged_offset")
         self.ragged_offset = value
         return self
 
     def set_ragged_offset_multiplier(self, value: int) -> Tensor:
         """Set the factor from the ragged offset's unit to elements."""
         self._mutate()
-        self.ragged_offset_multiplier = int(value)
+        where = f"tensor {self.label()}: ragged_offset_multiplier"
+        self.ragged_offset_multiplier = coerce(int, value, where)
         return self
 
     def set_reordering_type(self, value: tensor_reordering) -> Tensor:
         """Set a storage order that strides cannot express."""
         self._mutate()
-        self.reordering_type = tensor_reordering(value)
+        where = f"tensor {self.label()}: reordering_type"
+        self.reordering_type = coerce(tensor_reordering, value, where)
         return self
 
     def get_uid(self) -> int:

@@ -151,7 +151,7 @@ class AttentionDeclarer(Builder):
                 raise GraphError(
                     f"{where} declares {operation.title()}; expected pointwise operations only"
                 )
-        self._require_own(output, f"{where}: the returned score")
+        self.require_own(output, f"{where}: the returned score")
         return operations, output
 
 
