@@ -166,7 +166,8 @@ FORWARD: dict[str, Forward] = {
 
 
 def _relu_slope(x: torch.Tensor, p: Parameters) -> torch.Tensor:
-    inside = torch.where(x < p.upper_clip, 1.0, 0.0)
+    # Without an upper clip infinity is inside, as leaky_relu has it.
+    inside = torch.where((x < p.upper_clip) | (p.upper_clip == math.inf), 1.0, 0.0)
     return torch.where(x > p.lower_clip, inside, p.negative_slope)
 
 
@@ -250,6 +251,11 @@ def parameters_of(operation: Any) -> Parameters:
 
 @reference("pointwise")
 def _pointwise(operation: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    operands = [inputs[port] for port in ("in0", "in1", "in2") if port in inputs]
+    # A scalar passed by value broadcasts whatever rank it was declared with.
+    operands = [
+        inputs[port].reshape(()) if operation.inputs[port].is_pass_by_value else inputs[port]
+        for port in ("in0", "in1", "in2")
+        if port in inputs
+    ]
     out = evaluate(operation.mode, operands, parameters_of(operation))
     return {"out": out.broadcast_to(tuple(operation.outputs["out"].dim))}
