@@ -162,7 +162,7 @@ def _relu(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 def _relu_backward(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
     g, x = a
     below = g * p.negative_slope if p.negative_slope else torch.zeros_like(g)
-    inside = torch.where(x < p.upper_clip, g, 0.0)
+    inside = g if p.upper_clip == math.inf else torch.where(x < p.upper_clip, g, 0.0)
     return torch.where(x > p.lower_clip, inside, below)
 
 

@@ -105,5 +105,5 @@ def test_a_ragged_operand_is_declined_by_name():
     left = graph.tensor((2, 4, 8), ragged_offset=offset, name="left")
     right = graph.tensor((2, 8, 4), name="right")
     graph.matmul(left, right).set_output(True)
-    with pytest.raises(NotSupportedError, match="'left'.*ragged"):
+    with pytest.raises(NotSupportedError, match=r"'left'.*ragged"):
         graph.build()
