@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilewright.errors import GraphError
+from tilewright.graph.attributes import shown
 from tilewright.graph.builder import Builder, OperationType
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
@@ -38,7 +39,7 @@ def wants_stats(title: str, is_inference: Any, generate_stats: Any) -> bool:
     """
     for name, value in (("is_inference", is_inference), ("generate_stats", generate_stats)):
         if value is not None and not isinstance(value, bool):
-            raise GraphError(f"{title}: {name} is {value!r}; expected True, False or None")
+            raise GraphError(f"{title}: {name} is {shown(value)}; expected True, False or None")
     if is_inference is not None and generate_stats is is_inference:
         raise GraphError(
             f"{title}: is_inference is {is_inference} and generate_stats is {generate_stats}; "
@@ -67,7 +68,7 @@ def split_dropout(
         ports = ("dropout_mask", "dropout_scale", "dropout_scale_inv")
         return None, dict(zip(ports, parts, strict=False))
     forms = "(probability, seed tensor, offset tensor) or (mask tensor, scale tensor)"
-    raise GraphError(f"{title}: dropout is {dropout!r}; expected {forms}")
+    raise GraphError(f"{title}: dropout is {shown(dropout)}; expected {forms}")
 
 
 class AttentionDeclarer(Builder):
@@ -137,7 +138,7 @@ class AttentionDeclarer(Builder):
         self, where: str, callback: ScoreCallback, *arguments: Tensor
     ) -> tuple[tuple[Any, ...], Tensor]:
         if not callable(callback):
-            raise GraphError(f"{where} is {callback!r}; expected a function")
+            raise GraphError(f"{where} is {shown(callback)}; expected a function")
         if self._recording is not None:
             raise GraphError(f"{where}: a score program has pointwise operations only")
         self._recording = []

@@ -92,6 +92,7 @@ class SdpaBackward(AttentionBackward):
     )
     list_port: ClassVar = ("score_mod_", "score_mod_bprop_")
     produces: ClassVar = ("dQ", "dK", "dV")
+    required_outputs: ClassVar = produces
     accepts_outputs: ClassVar = ("dBias", "dSink_token", "rng_dump")
 
     score_mod: ScoreProgram | None = None

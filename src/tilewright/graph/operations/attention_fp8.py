@@ -59,6 +59,7 @@ class SdpaFp8(AttentionForward):
     )
     list_port: ClassVar = "score_mod_"
     produces: ClassVar = ("O", "Stats", "Amax_S", "Amax_O")
+    required_outputs: ClassVar = ("Amax_S", "Amax_O")
     accepts_outputs: ClassVar = ("rng_dump", "score_max", "score_sum_exp")
 
     score_mod: ScoreProgram | None = None
@@ -91,6 +92,7 @@ class SdpaFp8Backward(AttentionBackward):
         *DROPOUT_PORTS,
     )
     produces: ClassVar = ("dQ", "dK", "dV", "amax_dQ", "amax_dK", "amax_dV", "amax_dP")
+    required_outputs: ClassVar = produces
     accepts_outputs: ClassVar = ("dSink_token",)
 
     def check(self) -> None:

@@ -87,6 +87,7 @@ class SdpaMxfp8(AttentionForward):
     required: ClassVar = ("q", "k", "v", *_FORWARD_SCALES)
     optional: ClassVar = ("attn_scale", "sink_token", *LENGTH_PORTS, *PAGE_PORTS)
     produces: ClassVar = ("O", "Stats", "Amax_O")
+    required_outputs: ClassVar = ("Amax_O",)
 
     def check(self) -> None:
         """Scales cover their operands, beside what all attention requires."""
@@ -120,6 +121,7 @@ class SdpaMxfp8Backward(AttentionBackward):
         *DROPOUT_PORTS,
     )
     produces: ClassVar = ("dQ", "dK", "dV", "amax_dQ", "amax_dK", "amax_dV")
+    required_outputs: ClassVar = produces
     accepts_outputs: ClassVar = ("dSink_token",)
 
     def check(self) -> None:
