@@ -182,7 +182,9 @@ class AttentionFunction(torch.autograd.Function):
             operands["sink"] = sink
         call = Call(call.options, operands, call.engine, call.stream)
         do = torch.zeros_like(o) if do is None else stepped(do)
+        dsink_of_stats = None
         if dstats is not None:
+            dsink_of_stats = _sink_share(call, stats, dstats)
             call, o, do = _with_stats_gradient(call, o, do, dstats)
         grads = attention_backward(
             call,
@@ -195,7 +197,10 @@ class AttentionFunction(torch.autograd.Function):
         dv = grads["dv"]
         if dv.shape != v.shape:
             dv = dv[..., : v.shape[-1]]
-        return grads["dq"], grads["dk"], dv, grads.get("dbias"), grads.get("dsink"), None
+        dsink = grads.get("dsink")
+        if dsink is not None and dsink_of_stats is not None:
+            dsink = dsink + dsink_of_stats.to(dsink.dtype)
+        return grads["dq"], grads["dk"], dv, grads.get("dbias"), dsink, None
 
 
 def stepped(packed: torch.Tensor) -> torch.Tensor:
@@ -234,6 +239,24 @@ def _with_stats_gradient(
         torch.cat((o, torch.zeros_like(grown)), dim=-1),
         torch.cat((do, grown), dim=-1),
     )
+
+
+def _sink_share(call: Call, stats: torch.Tensor, dstats: torch.Tensor) -> torch.Tensor | None:
+    """What a gradient of Stats gives the sink: exp(sink - Stats) * dStats, summed a head.
+
+    The extra column does not reach the sink, which has no value row.
+    """
+    sink = call.operands.get("sink")
+    if sink is None:
+        return None
+    # Heads on axis 0 of what is packed head-major, on axis 1 otherwise.
+    head_axis = 0 if call.is_packed and not call.options.stats_token_major else 1
+    shape = [1] * stats.dim()
+    shape[head_axis] = -1
+    share = torch.exp(sink.to(stats.dtype).view(shape) - stats)
+    # Rows of no sequence hold -inf and have no share.
+    share = torch.where(torch.isneginf(stats), torch.zeros_like(share), share) * dstats
+    return share.transpose(0, head_axis).flatten(1).sum(1).view(sink.shape)
 
 
 def _empty_output(call: Call) -> torch.Tensor:
