@@ -58,6 +58,7 @@ class DeclaredGraph(
             raise GraphError(f"graph {self.name!r} has no operation")
         self._number_tensors()
         self._check_producers()
+        self._check_score_programs()
         for tensor in self.inputs():
             self._check_input(tensor)
         for operation in self.operations:
@@ -154,6 +155,23 @@ class DeclaredGraph(
                         "declaration order"
                     )
             done.update(id(tensor) for tensor in operation.outputs.values())
+
+    def _check_score_programs(self) -> None:
+        inner = {
+            id(tensor)
+            for operation in self.operations
+            for tensor in (
+                *self._score_inputs(operation),
+                *(t for step in operation.nested_operations() for t in step.outputs.values()),
+            )
+        }
+        for operation in self.operations:
+            for port, tensor in (*operation.inputs.items(), *operation.outputs.items()):
+                if id(tensor) in inner:
+                    raise GraphError(
+                        f"{operation.title()}: tensor {tensor.label()} ({port}) lives inside a "
+                        "score program; expected a tensor of the graph: scores are never stored"
+                    )
 
     def _check_declaration(self, tensor: Tensor) -> None:
         label = tensor.label()

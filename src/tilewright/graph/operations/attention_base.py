@@ -201,7 +201,7 @@ class AttentionBase(AttentionMasks):
         return keys
 
     def _declare_score(self, attribute: str, tensor: Tensor, dim: tuple[int, ...]) -> None:
-        if any(tensor is other for other in self.inputs.values()) or not tensor.is_virtual:
+        if not tensor.is_virtual:
             self.fail(
                 f"{attribute}: tensor {tensor.label()} is not the scores that attention feeds in; "
                 "expected a virtual tensor of its own"
@@ -341,13 +341,7 @@ class AttentionBase(AttentionMasks):
 
     def _check_programs(self) -> None:
         listed = {port for port in self.inputs if port.startswith("score_mod_")}
-        programs = self.programs()
-        inner = {
-            id(tensor)
-            for program in programs.values()
-            for tensor in (*program.own_inputs(), *program.made())
-        }
-        for attribute, program in programs.items():
+        for attribute, program in self.programs().items():
             external = program.external_inputs()
             for index, tensor in enumerate(external):
                 port = f"{attribute}_{index}"
@@ -356,11 +350,6 @@ class AttentionBase(AttentionMasks):
                     self.fail(
                         f"{attribute} reads tensor {tensor.label()}; expected it on port {port!r}: "
                         "ports list what a program reads and does not make, in order of first use"
-                    )
-                if id(tensor) in inner:
-                    self.fail(
-                        f"{attribute} reads tensor {tensor.label()} of another score program; "
-                        "expected it to be computed again from its own score"
                     )
                 if tensor.ragged_offset is not None:
                     self.fail(

@@ -302,7 +302,7 @@ HOSTILE: dict[str, tuple[Callable[[DeclaredGraph], None], Change, str]] = {
     "program that reads q as the score": (
         score_program,
         lambda d: rewire(d, "score_mod", "input", uid_of(d, "q")),
-        "is not the scores that attention feeds in",
+        "(q) lives inside a score program",
     ),
     "program that returns a foreign tensor": (
         score_program,
