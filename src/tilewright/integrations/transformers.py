@@ -19,6 +19,7 @@ and either way the mask itself is passed on.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,20 +113,23 @@ def attention_mask(
 
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
-    mask: torch.Tensor | None = masking_utils.sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        use_vmap=use_vmap,
-        **others,
-    )
+    tracing = masking_utils.is_tracing(attention_mask)
+    # A tensor made in inference mode counts no changes, so its pattern could be stale.
+    with contextlib.nullcontext() if tracing else torch.inference_mode(False), torch.no_grad():
+        mask: torch.Tensor | None = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip,
+            use_vmap=use_vmap,
+            **others,
+        )
     # Traced code must not depend on values, and a traced tensor keeps no attributes.
-    if mask is None or use_vmap or masking_utils.is_tracing(attention_mask):
+    if mask is None or use_vmap or tracing or mask.is_inference():
         return mask
     # Offsets as tensors belong to caches that are made for tracing.
     if kv_offset != 0 or not isinstance(q_offset, int):

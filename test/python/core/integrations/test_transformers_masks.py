@@ -203,11 +203,27 @@ def test_a_window_of_a_stranger_stays_a_mask(monkeypatch: pytest.MonkeyPatch) ->
     assert "mask" in attend(monkeypatch, mask, 7, 7)
 
 
-def test_a_mask_changed_in_place_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = make_mask(CAUSAL, 3, 8, q_offset=5, batch_size=1)
-    mask[0, 0, 0, 0] = False
-    given = attend(monkeypatch, mask, 3, 8, batch=1)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_changed_in_place_is_passed_on(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.inference_mode(inference):
+        mask = make_mask(CAUSAL, 3, 8, q_offset=5, batch_size=1)
+        assert "mask" not in attend(monkeypatch, mask, 3, 8, batch=1)
+        mask[0, 0, 0, 0] = False
+        given = attend(monkeypatch, mask, 3, 8, batch=1)
     assert "mask" in given and "causal" not in given
+
+
+@pytest.mark.parametrize("function", [CAUSAL, FULL], ids=["causal", "full"])
+def test_inference_mode_keeps_the_lengths(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.inference_mode():
+        present = padding(6, 2, size=6)
+        mask = make_mask(function, 6, 6, attention_mask=present, allow_is_causal_skip=False)
+        given = attend(monkeypatch, mask, 6, 6)
+    assert given["seqlens_kv"].tolist() == [6, 2]
 
 
 def test_a_slice_of_a_mask_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
