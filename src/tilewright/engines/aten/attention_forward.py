@@ -101,32 +101,26 @@ def _attend_block(
     q = grouped_rows(part.q, block, part.compute)
     products = torch.bmm(q * part.scale, k[:, first_key:last_key].transpose(1, 2))
     scores, _ = finish_scores(part, products, block, clean)
-    top = scores.amax(-1, keepdim=True)
-    highest, sink = top, None
+    highest, sink = scores.amax(-1, keepdim=True), None
     if part.sink is not None:
         sink = sink_rows(part.sink, block)
-        highest = torch.maximum(top, sink)
+        highest = torch.maximum(highest, sink)
+    top = highest
     if not part.trusted:
         # A row of -inf alone: exp(-inf - 0) is 0 where exp(-inf + inf) would be NaN.
         highest = highest.masked_fill(highest == -torch.inf, 0.0)
-    total: Tensor
-    if outputs.score_sum_exp is not None:
-        floor = top.masked_fill(top == -torch.inf, 0.0)
-        _put(outputs.score_sum_exp, block, (scores - floor).exp_().sum(-1, keepdim=True))
     probabilities = scores.sub_(highest).exp_()
     total = probabilities.sum(-1, keepdim=True)
     if sink is not None:
         total.add_((sink - highest).exp_())
-    if outputs.score_max is not None:
-        _put(outputs.score_max, block, top)
-    if outputs.stats is not None:
-        _put(outputs.stats, block, _stats(part, outputs, block, highest, total))
+    if sink is not None and part.len_q is not None:
+        # Rows beyond a length have no sink either.
+        beyond = _rows_beyond(part.len_q, block)
+        top, total = top.masked_fill(beyond, -torch.inf), total.masked_fill(beyond, 0.0)
+    _put_statistics(outputs, block, top, highest, total)
     if not part.trusted:
         total.masked_fill_(total == 0.0, 1.0)
     rounded = outputs.rounded
-    if rounded is not None and rounded.round_p is not None:
-        probabilities.div_(total)
-        torch.maximum(rounded.amax_p, probabilities.amax(), out=rounded.amax_p)
     keep = keep_factor(part, block)
     if keep is not None:
         probabilities.mul_(keep)
@@ -134,6 +128,8 @@ def _attend_block(
         result = _weighted(probabilities, values[:, first_key:last_key], part.v.shape[3])
         result.div_(total)
     else:
+        probabilities.div_(total)
+        torch.maximum(rounded.amax_p, probabilities.amax(), out=rounded.amax_p)
         probabilities = rounded.round_p(probabilities.mul_(rounded.scale_p))
         result = _weighted(probabilities, values[:, first_key:last_key], part.v.shape[3])
     if rounded is not None:
@@ -151,18 +147,26 @@ def sink_rows(sink: Tensor, block: Block) -> Tensor:
     return heads.expand(batches, heads_kv, group, rows).reshape(batches * heads_kv, group * rows, 1)
 
 
-def _stats(
-    part: Part, outputs: ForwardOutputs, block: Block, highest: Tensor, total: Tensor
-) -> Tensor:
-    stats = total.log().add_(highest)
-    if outputs.stats_log2:
-        stats.mul_(_LOG2_E)
-    if part.sink is not None and part.len_q is not None:
-        # Rows beyond a length have no sink either.
-        rows = torch.arange(*block.row, device=stats.device)[:, None]
-        beyond = rows >= part.len_q[slice(*block.batch)].view(-1, 1, 1, 1, 1)
-        stats.view(*block.shape[:4], 1).masked_fill_(beyond, -torch.inf)
-    return stats
+def _rows_beyond(len_q: Tensor, block: Block) -> Tensor:
+    batches, heads_kv, group, rows, _ = block.shape
+    index = torch.arange(*block.row, device=len_q.device)
+    beyond = index >= len_q[slice(*block.batch)].view(-1, 1, 1, 1)
+    return beyond.expand(batches, heads_kv, group, rows).reshape(
+        batches * heads_kv, group * rows, 1
+    )
+
+
+def _put_statistics(
+    outputs: ForwardOutputs, block: Block, top: Tensor, shift: Tensor, total: Tensor
+) -> None:
+    """Stats = shift + ln(total); ``top`` is the row maximum, -inf where ``shift`` is 0 for it."""
+    if outputs.score_max is not None:
+        _put(outputs.score_max, block, top)
+    if outputs.score_sum_exp is not None:
+        _put(outputs.score_sum_exp, block, total)
+    if outputs.stats is not None:
+        stats = total.log().add_(shift)
+        _put(outputs.stats, block, stats.mul_(_LOG2_E) if outputs.stats_log2 else stats)
 
 
 def _with_marks(values: Tensor) -> Tensor:
@@ -199,14 +203,15 @@ def _put(output: Tensor, block: Block, values: Tensor) -> None:
 def _write_unseeing(part: Part, outputs: ForwardOutputs, block: Block) -> None:
     """Write what rows that see no key give."""
     outputs.store_o(_rows_of(outputs.o, block), part.q.new_zeros((), dtype=part.compute))
-    if outputs.stats is not None:
-        stats = _rows_of(outputs.stats, block)
-        if part.sink is None:
-            stats.fill_(-torch.inf)
-        else:
-            factor = _LOG2_E if outputs.stats_log2 else 1.0
-            stats.copy_((part.sink[slice(*block.head)] * factor).view(1, -1, 1, 1))
-    if outputs.score_max is not None:
-        _rows_of(outputs.score_max, block).fill_(-torch.inf)
-    if outputs.score_sum_exp is not None:
-        _rows_of(outputs.score_sum_exp, block).zero_()
+    batches, heads_kv, group, rows, _ = block.shape
+    top = torch.full(
+        (batches * heads_kv, group * rows, 1), -torch.inf, dtype=part.compute, device=part.q.device
+    )
+    total = torch.zeros_like(top)
+    if part.sink is not None:
+        top, total = sink_rows(part.sink, block), total.fill_(1.0)
+        if part.len_q is not None:
+            beyond = _rows_beyond(part.len_q, block)
+            top, total = top.masked_fill(beyond, -torch.inf), total.masked_fill(beyond, 0.0)
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    _put_statistics(outputs, block, top, shift, total)

@@ -66,7 +66,8 @@ class RaggedPort:
         flat = self._flat(operand)
         if flat.numel() == 0:
             return flat.new_zeros((self.batch, self.heads, self.rows, self.width))
-        return flat[self._index(inputs).clamp_(0, flat.numel() - 1)]
+        index = self._index(inputs).clamp_(0, flat.numel() - 1)
+        return _select(flat, index.reshape(-1)).view(index.shape)
 
     def scatter(self, operand: Tensor, inputs: Operands, values: Tensor, lengths: Tensor) -> None:
         """Write rows below ``lengths`` (B,) of dense ``values``; all else keeps its bytes."""
@@ -155,7 +156,7 @@ class PagedPort:
 
     def sequence(self, container: Tensor, pages: Tensor, length: int) -> Tensor:
         """The tokens of ``pages`` as (1, Hkv, length, X): of the last page only its used rows."""
-        gathered = container.index_select(0, pages).transpose(0, 1)
+        gathered = _select(container, pages).transpose(0, 1)
         heads, count, page, width = gathered.shape
         return gathered.reshape(1, heads, count * page, width)[:, :, :length]
 
@@ -167,7 +168,14 @@ class PagedPort:
         used = table.reshape(batch, -1)[:, : -(-self.keys // self.page)].to(torch.int64)
         # Entries behind the last used one may name no page.
         used = used.clamp(0, container.shape[0] - 1)
-        gathered = container.index_select(0, used.reshape(-1))
+        gathered = _select(container, used.reshape(-1))
         _, heads, page, width = gathered.shape
         gathered = gathered.view(batch, -1, heads, page, width).transpose(1, 2)
         return gathered.reshape(batch, heads, -1, width)[:, :, : self.keys]
+
+
+def _select(operand: Tensor, index: Tensor) -> Tensor:
+    """``operand.index_select(0, index)``, which ATen has not for 8-bit floating types."""
+    if operand.element_size() != 1:
+        return operand.index_select(0, index)
+    return operand.view(torch.uint8).index_select(0, index).view(operand.dtype)

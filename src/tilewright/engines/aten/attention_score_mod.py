@@ -166,8 +166,7 @@ def _compile(op: Any, program: Any) -> _Program:
 
 
 def _sliced(tensor: Tensor, bounds: tuple[tuple[int, int], ...]) -> Tensor:
-    if tensor.dim() != len(bounds):
-        return tensor
+    tensor = tensor.reshape((1,) * (len(bounds) - tensor.dim()) + tuple(tensor.shape))
     for axis, (first, last) in enumerate(bounds):
         if tensor.shape[axis] != 1:
             tensor = tensor.narrow(axis, first, last - first)
@@ -175,6 +174,7 @@ def _sliced(tensor: Tensor, bounds: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def _index(axis: int, scores: Tensor, block: Block, first_batch: int) -> Tensor:
+    axis %= 4
     first, last = (block.batch, block.head, block.row, block.key)[axis]
     if axis == 0:
         first, last = first + first_batch, last + first_batch

@@ -16,13 +16,22 @@ import torch
 
 import tilewright
 from tilewright.dtypes import DataType
-from tilewright.engines.aten.attention import compose_backward, compose_forward
+from tilewright.engines.aten.attention import prepare_sdpa, prepare_sdpa_backward
+from tilewright.engines.aten.attention_compose import compose_backward, compose_forward
+from tilewright.engines.aten.attention_fp8 import compose_fp8_backward, compose_fp8_forward
+from tilewright.engines.aten.attention_mxfp8 import compose_mxfp8_backward, compose_mxfp8_forward
 from tilewright.engines.aten.attention_spec import read_spec
-from tilewright.engines.aten.registry import prepare
 from tilewright.torch_dtypes import to_torch
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
+_PREPARED = {"sdpa": prepare_sdpa, "sdpa_backward": prepare_sdpa_backward}
+_EIGHT_BIT = {
+    "sdpa_fp8": compose_fp8_forward,
+    "sdpa_fp8_backward": compose_fp8_backward,
+    "sdpa_mxfp8": compose_mxfp8_forward,
+    "sdpa_mxfp8_backward": compose_mxfp8_backward,
+}
 _GUARD_ELEMENTS = 16
 # NaN with all bits set in every floating type: no result has these bytes.
 _SENTINEL = 0xFF
@@ -103,10 +112,13 @@ class Runner:
         return {port: entry.view for port, entry in held.items()}
 
     def _kernel(self, operation: Any) -> Callable[..., None]:
-        if self.way == "prepared":
-            return prepare(operation, _CPU)
+        if self.way == "prepared" and operation.kind in _PREPARED:
+            return _PREPARED[operation.kind](operation, _CPU)
+        on_host = self.way != "device"
+        if operation.kind in _EIGHT_BIT:
+            return _EIGHT_BIT[operation.kind](operation, _CPU, on_host)
         compose = compose_backward if "backward" in operation.kind else compose_forward
-        return compose(operation, read_spec(operation), _CPU, self.way == "composed")
+        return compose(operation, read_spec(operation), _CPU, on_host)
 
     def _shape_output(self, graph: Any, record: Any, wish: Any) -> None:
         if isinstance(wish, Ragged):
@@ -243,7 +255,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> dict[str, Tensor]:
         if keys
         else scores.new_full((batch, heads, rows, 1), -math.inf)
     )
-    score_max = top.clone()
     sink = None
     if rule.sink is not None:
         sink = rule.sink.double().view(1, heads, 1, 1)
@@ -253,16 +264,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> dict[str, Tensor]:
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - top)
-    floor = torch.where(score_max == -math.inf, 0.0, score_max)
-    sum_exp = torch.exp(scores.detach() - floor).sum(-1, keepdim=True)
     stats = torch.where(padded, -math.inf, torch.log(total) + top)
     p = weights / torch.where(total == 0.0, 1.0, total)
     dropped = p if rule.keep is None else p * rule.keep.double()
     return {
         "O": dropped @ v,
         "Stats": stats,
-        "score_max": score_max,
-        "score_sum_exp": sum_exp,
+        "score_max": torch.where(total == 0.0, -math.inf, top),
+        "score_sum_exp": total,
         "P": p,
     }
 

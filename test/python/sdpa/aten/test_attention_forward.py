@@ -170,12 +170,18 @@ def test_sink_joins_the_denominator(ways, mask):
     )
 
 
-def test_score_maximum_and_sum(ways):
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_score_maximum_and_sum(ways, has_sink):
+    """Stats = score_max + ln(score_sum_exp); a sink joins both."""
     q, k, v = qkv(11, 4, 2, 9, 6)
+    (sink,) = draw(11, (1, 4, 1, 1))
+    operands = {"q": q, "k": k, "v": v, **({"sink_token": sink} if has_sink else {})}
     check(
         ways,
-        {"q": q, "k": k, "v": v},
-        ways.Rule(scale=0.25, right=0, bottom_right=True),
+        operands,
+        ways.Rule(
+            scale=0.25, right=0, bottom_right=True, sink=sink.flatten() if has_sink else None
+        ),
         use_causal_mask_bottom_right=True,
         given=("score_max", "score_sum_exp"),
     )
