@@ -1,0 +1,66 @@
+"""``tilewright``: the parser of the command line, and the mapping of errors to exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tilewright._version import __version__
+from tilewright.cli import bench, doctor, explain, plans, run
+from tilewright.cli.exits import ExitCode, exit_code_of
+
+_EPILOG = """\
+exit status:
+  0  all went well
+  1  a result differs from the float64 reference
+  2  wrong usage, or a file that cannot be read or written
+  3  the graph is wrong
+  4  no engine (or no reference) takes the graph
+  5  the call was refused, or failed
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand; nothing heavy is imported for it."""
+    parser = argparse.ArgumentParser(
+        prog="tilewright",
+        description="Run, inspect and measure graphs of tensor operations.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (run, plans, explain, doctor, bench):
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status.
+
+    Raises:
+        SystemExit: from argparse, for ``--help``, ``--version`` and wrong usage (status 2).
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.execute(arguments))
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (head, less) went away: nobody is left to tell.
+        sys.stdout = None
+        return ExitCode.OK
+    except Exception as error:
+        code = exit_code_of(error)
+        if code is None:
+            traceback.print_exc()
+            print("tilewright: internal error; the traceback above shows where", file=sys.stderr)
+            return ExitCode.INTERNAL
+        print(f"tilewright {arguments.command}: error: {error}", file=sys.stderr)
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
