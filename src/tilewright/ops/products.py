@@ -200,7 +200,8 @@ def _declare_epilogue(
     joined = graph.mul(value, activate(gate))
     if epilogue.glu == "halves":
         return joined
-    return graph.reshape(joined).set_dim((shape[0], shape[1] // 2))
+    # The columns are put together in the type that they were computed in, then rounded.
+    return graph.identity(graph.reshape(joined).set_dim((shape[0], shape[1] // 2)))
 
 
 def _declare_epilogue_backward(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewright.dtypes import as_data_type
 from tilewright.errors import BindingError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
@@ -166,10 +167,13 @@ def _declare_rotation(
     else:
         pieces = [y1, y2]
     if width < depth:
-        pieces.append(graph.slice(x, [*whole, slice(width, depth)]).set_data_type(x.data_type))
-    if len(pieces) == 1:
-        return pieces[0]
-    return graph.concatenate(pieces, axis=3)
+        tail = graph.slice(x, [*whole, slice(width, depth)]).set_data_type(x.data_type)
+        pieces.append(graph.identity(tail).set_data_type(kept))
+    joined = pieces[0] if len(pieces) == 1 else graph.concatenate(pieces, axis=3)
+    if x.data_type is as_data_type(kept):
+        return joined
+    # Pieces are moved in the type that they were computed in, and rounded once, here.
+    return graph.identity(joined.set_data_type(kept))
 
 
 def _look_up(
