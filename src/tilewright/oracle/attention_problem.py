@@ -235,7 +235,8 @@ class Problem:
         if isinstance(dropout, MaskedDropout):
             return to_float64(self.part(dropout.mask, block)) * dropout.scale
         kept = self.dropout_keep(block, dropout)
-        return torch.where(kept, 1.0 / (1.0 - dropout.probability), 0.0).to(torch.float64)
+        # Not torch.where of two numbers, which would be float32.
+        return kept.to(torch.float64) / (1.0 - dropout.probability)
 
     def weights(self, block: Block, probabilities: torch.Tensor) -> torch.Tensor:
         """What multiplies V: P with dropout, as mapped."""

@@ -126,7 +126,8 @@ def block_extents(
 def _dequantize(operation: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     elements, scales = inputs["input"], inputs["descale"]
     extents = block_extents(operation.block_size, elements.shape, scales.shape)
-    return {"out": dequantize(elements, scales, extents)}
+    values = dequantize(elements, scales, extents)
+    return {"out": -values if operation.is_negative_scale else values}
 
 
 @reference("block_scale_quantize")

@@ -134,9 +134,9 @@ def _axes(operation: Any, x: torch.Tensor, scale: torch.Tensor | None) -> list[i
     if scale is None:
         return [ndim - 1]
     if kind == "adalayernorm":
-        return [axis for axis in range(1, ndim) if scale.shape[axis] > 1]
+        return [axis for axis in range(1, ndim) if scale.shape[axis] != 1]
     # An axis of extent 1 may count as normalized or not: its statistics are the same.
-    return [axis for axis in range(ndim) if scale.shape[axis] > 1]
+    return [axis for axis in range(ndim) if scale.shape[axis] != 1]
 
 
 @reference("layernorm", "instancenorm", "adalayernorm", "rmsnorm")

@@ -167,7 +167,8 @@ FORWARD: dict[str, Forward] = {
 
 def _relu_slope(x: torch.Tensor, p: Parameters) -> torch.Tensor:
     # Without an upper clip infinity is inside, as leaky_relu has it.
-    inside = torch.where((x < p.upper_clip) | (p.upper_clip == math.inf), 1.0, 0.0)
+    # A comparison made float64: torch.where of two numbers would be float32.
+    inside = ((x < p.upper_clip) | (p.upper_clip == math.inf)).to(torch.float64)
     return torch.where(x > p.lower_clip, inside, p.negative_slope)
 
 
