@@ -29,7 +29,11 @@ _aten = torch.ops.aten
 
 @implements_dense("batchnorm")
 def prepare_batchnorm(operation: Any, device: torch.device) -> Kernel:
-    """Y, mean, inv_variance and, where running statistics are given, the next ones."""
+    """Y, mean, inv_variance and, where running statistics are given, the next ones.
+
+    ATen's function folds mean and scale into one factor and one term, which cancels where the
+    mean is far from 0; this subtracts the mean first, in no more passes over memory.
+    """
     source, y = operation.inputs["input"], operation.outputs["Y"]
     _check(operation, source, y)
     dtype = casts.compute_dtype((source, y))
@@ -39,26 +43,23 @@ def prepare_batchnorm(operation: Any, device: torch.device) -> Kernel:
     update = _running_updater(operation, source, dtype, device)
     if 0 in source.dim:
         return _prepare_empty(operation, update, dtype, device)
-    channels = source.dim[1]
+    axes = tuple(axis for axis in range(len(source.dim)) if axis != 1)
+    per_element = source.dim[1] / math.prod(source.dim)
+    plain = casts.is_plain(y, dtype)
 
     def run(inputs: Operands, outputs: Operands) -> None:
         x = load(inputs, "input")
-        # The running statistics are updated apart, from the variance itself.
-        y, mean, inverse = torch.native_batch_norm(
-            x,
-            load(inputs, "scale").reshape(channels),
-            load(inputs, "bias").reshape(channels),
-            None,
-            None,
-            True,
-            0.0,
-            epsilon(inputs),
-        )
+        mean = torch.mean(x, axes, keepdim=True)
+        deviation = torch.sub(x, mean, out=outputs["Y"]) if plain else x - mean
+        squares = torch.sum(deviation * deviation, axes, keepdim=True)
+        inverse = (squares * per_element).add_(epsilon(inputs)).rsqrt_()
+        deviation.mul_(inverse * load(inputs, "scale")).add_(load(inputs, "bias"))
+        if not plain:
+            store(outputs, "Y", deviation)
         if update is not None:
-            update(inputs, outputs, x, mean)
+            update(inputs, outputs, mean, squares)
         store(outputs, "mean", mean)
         store(outputs, "inv_variance", inverse)
-        store(outputs, "Y", y)
 
     return run
 
@@ -149,7 +150,7 @@ def _prepare_empty(
 def _running_updater(
     operation: Any, source: TensorRecord, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Operands, Operands, Tensor, Tensor], None] | None:
-    """Writes the next running statistics from the input and its batch mean."""
+    """Writes the next running statistics from the mean and the sum of squared deviations."""
     given = [port for port in ("in_running_mean", "in_running_var") if port in operation.inputs]
     wanted = [
         port for port in ("next_running_mean", "next_running_var") if port in operation.outputs
@@ -164,20 +165,14 @@ def _running_updater(
     load = _loaders(operation, dtype, device)
     momentum = scalar_reader(operation, "momentum", device)
     store = _storers(operation)
-    axes = tuple(axis for axis in range(len(source.dim)) if axis != 1)
-    shape = _channel_dim(source)
     count = math.prod(source.dim) // source.dim[1] if source.dim[1] else 0
     unbiased = 1.0 / (count - 1) if count > 1 else 1.0
 
-    def update(inputs: Operands, outputs: Operands, x: Tensor, mean: Tensor) -> None:
+    def update(inputs: Operands, outputs: Operands, mean: Tensor, squares: Tensor) -> None:
         rate = momentum(inputs)
         # Both old values are read before either new one is written: they may share buffers.
-        next_mean = torch.lerp(
-            load(inputs, "in_running_mean").reshape(shape), mean.reshape(shape), rate
-        )
-        deviation = torch.linalg.vector_norm(x - mean.reshape(shape), 2, axes, keepdim=True)
-        variance = deviation.mul_(deviation).mul_(unbiased)
-        next_var = torch.lerp(load(inputs, "in_running_var").reshape(shape), variance, rate)
+        next_mean = torch.lerp(load(inputs, "in_running_mean"), mean, rate)
+        next_var = torch.lerp(load(inputs, "in_running_var"), squares * unbiased, rate)
         store(outputs, "next_running_mean", next_mean)
         store(outputs, "next_running_var", next_var)
 

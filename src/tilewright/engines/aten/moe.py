@@ -6,7 +6,8 @@ offsets). Forward, on row i of group e:
 
     NONE:    out[i] = token[i] weight[e]
     GATHER:  out[i] = token[token_index[i]] weight[e]
-    SCATTER: out[token_index[i]] = token[i] weight[e]
+    SCATTER: out[token_index[i]] = token[i] weight[e], or with token_ks
+             out[token_index[i] top_k + token_ks[i]]: slot token_ks[i] of the token's top_k
 
 Rows in no group are 0. Backward: dweight[e] = the sum over rows i of group e of token[i]^T
 doutput[i]. On a CPU the offsets are read and each group is one product. On other devices
@@ -52,12 +53,15 @@ def prepare_moe_grouped_matmul(operation: Any, device: torch.device) -> Kernel:
     store, port = casts.storer(out), _only(operation.outputs)
     multiply = _multiply_on_host if device.type == "cpu" else _multiply_on_device
     columns, out_rows = weight.dim[2], out.dim[1]
+    slots = int(operation.top_k) if "token_ks" in operation.inputs else 0
 
     def run(inputs: Operands, outputs: Operands) -> None:
         tokens, weights = load_token(inputs["token"])[0], load_weight(inputs["weight"])
         index = None
         if mode != "NONE":
             index = inputs["token_index"].reshape(-1).to(torch.int64)
+            if slots:
+                index = index * slots + inputs["token_ks"].reshape(-1)
         members = groups(inputs["first_token_offset"])
         result = tokens.new_zeros(out_rows, columns)
         multiply(tokens, weights, members, index, mode, result)
@@ -179,9 +183,16 @@ def _check_forward(operation: Any, mode: str, out: TensorRecord) -> None:
         raise NotSupportedError(
             f"moe_grouped_matmul mode {mode}; the ATen engine has {', '.join(_MODES)}"
         )
-    if "token_ks" in operation.inputs:
+    top_k = int(getattr(operation, "top_k", 0))
+    if "token_ks" in operation.inputs and (mode != "SCATTER" or top_k < 1):
         raise NotSupportedError(
-            "moe_grouped_matmul input 'token_ks': the ATen engine takes token_index alone"
+            f"moe_grouped_matmul input 'token_ks' with mode {mode}, top_k {top_k}; it takes mode "
+            "SCATTER and a top_k of at least 1"
+        )
+    if mode == "SCATTER" and top_k > 1 and "token_ks" not in operation.inputs:
+        raise NotSupportedError(
+            f"moe_grouped_matmul SCATTER with top_k {top_k} and no token_ks; the row of slot k of "
+            "a token is not known without it"
         )
     if len(token.dim) != 3 or len(weight.dim) != 3 or token.dim[::2] != (1, weight.dim[1]):
         raise NotSupportedError(

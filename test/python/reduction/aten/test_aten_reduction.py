@@ -93,3 +93,16 @@ def test_fp8_amax(check_graph):
     x = _draw((5, 64), torch.float32).to(torch.float8_e5m2)
     graph, feeds, _ = _reduce(x, reduction_mode.AMAX, (1, 1), out_type=torch.float32)
     check_graph(graph, feeds)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dim", [(4, 3, 5, 2), (6, 3), (0, 3, 2)])
+def test_generated_statistics(check_graph, dtype, dim):
+    x = _draw(dim, dtype) + 1
+    for buffer in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
+        graph = tilewright.Graph(io_data_type=dtype)
+        source = graph.tensor_like(buffer)
+        for output in graph.genstats(source):
+            output.set_output(True)
+            output.set_data_type(torch.float64 if dtype is torch.float64 else torch.float32)
+        check_graph(graph, {source: buffer}, factor=32)
