@@ -218,7 +218,7 @@ def _sum_of_squares(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     """The sum of x^2 over ``axes``, kept with extent 1; a new tensor."""
     if axes == (x.dim() - 1,):
         # One pass and no product in memory; over other axes ATen's norm is several times slower.
-        norm = torch.linalg.vector_norm(x, 2, axes, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(x, 2, axes, keepdim=True)
         return norm.mul_(norm)
     return torch.sum(x * x, axes, keepdim=True)
 
