@@ -62,18 +62,32 @@ class Runner:
         *,
         outputs: dict[str, Any] | None = None,
         given: tuple[str, ...] = (),
+        program: Any = None,
+        bprop: Any = None,
+        extra: dict[str, Tensor] | None = None,
         **options: Any,
     ) -> dict[str, Tensor]:
         """The outputs by port, after the checks above.
 
         ``operands`` are tensor arguments of the graph method, ``options`` the others. ``outputs``
         gives strides, a Ragged layout or a data type to an output; ``given`` names outputs that are
-        passed in.
+        passed in. ``program`` declares a score program and ``bprop`` its gradient's, both with the
+        records of ``extra`` as their last argument.
         """
         outputs = outputs or {}
         graph = self.graph = tilewright.Graph(io_data_type=torch.float32)
         records = {name: _declare(graph, name, value) for name, value in operands.items()}
         passed: dict[str, Any] = dict(records)
+        operands = {**operands, **(extra or {})}
+        records.update(
+            (name, _declare(graph, name, value)) for name, value in (extra or {}).items()
+        )
+        if program is not None:
+            options["score_mod"] = lambda inner, score: program.declare(inner, score, records)
+        if bprop is not None:
+            options["score_mod_bprop"] = lambda inner, d_score, score: bprop(
+                inner, d_score, score, records
+            )
         for port in given:
             passed[port] = graph.tensor(name=port)
         if "dropout_seed" in passed:

@@ -1,0 +1,142 @@
+"""Dropout by seed and offset, and by a given mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tilewright.engines.aten.dropout import PhiloxDropout, Region
+
+pytestmark = pytest.mark.L0
+
+FLOAT32 = 5e-6
+
+
+def draw(seed: int, *shapes: tuple[int, ...]) -> list:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def scalar(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int64).view(1, 1, 1, 1)
+
+
+def philox_words(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 in Python integers."""
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            (second >> 32) ^ counter[1] ^ key[0],
+            second & 0xFFFFFFFF,
+            (first >> 32) ^ counter[3] ^ key[1],
+            first & 0xFFFFFFFF,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return counter
+
+
+def test_philox_known_answers():
+    """The vectors that are published beside the generator (Random123, kat_vectors)."""
+    assert philox_words([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox_words([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2) == [
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    ]
+
+
+@pytest.mark.parametrize("keys", [8, 13])
+@pytest.mark.parametrize("offset", [0, 7, 2**40 + 3])
+def test_keep_is_the_generators_word_of_each_element(keys, offset):
+    seed, heads, rows, probability = 0x123456789ABCDEF, 3, 5, 0.3
+    dropout = PhiloxDropout(probability, seed, offset, heads, rows, keys)
+    region = Region((1, 3), (0, 3), (2, 5), (3, keys))
+    found = dropout.keep(region, torch.device("cpu"))
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    for b in range(1, 3):
+        for h in range(3):
+            for row in range(2, 5):
+                for col in range(3, keys):
+                    flat = ((b * heads + h) * rows + row) * keys + col
+                    counter = [flat // 4, 0, offset & 0xFFFFFFFF, offset >> 32]
+                    word = philox_words(counter, key)[flat % 4]
+                    kept = word >= math.floor(probability * 2**32)
+                    assert found[b - 1, h, row - 2, col - 3].item() == kept
+
+
+def run(bench, operands, probability, seed, offset, kind="sdpa", **options):
+    given = {"dropout_seed": scalar(seed), "dropout_offset": scalar(offset)}
+    return bench.run(kind, {**operands, **given}, probability=probability, **options)
+
+
+def keep_of(bench, q, k, probability, seed, offset):
+    operands = {"q": q, "k": k, "v": k}
+    found = run(bench, operands, probability, seed, offset, given=("rng_dump",))
+    return found["rng_dump"]
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(33, 40), (300, 301)])
+@pytest.mark.parametrize("mask", ["none", "window"])
+def test_forward_and_backward_drop_the_same(ways, rows, keys, mask):
+    q, k, v, d_o = draw(1, (2, 4, rows, 8), *[(2, 2, keys, 8)] * 2, (2, 4, rows, 8))
+    keep = keep_of(ways, q, k, 0.25, 42, 3)
+    assert set(keep.unique().tolist()) == {0.0, 1.0}
+    assert abs(keep.mean().item() - 0.75) < 0.02
+    options = {"use_causal_mask": True, "sliding_window_length": 9} if mask == "window" else {}
+    rule = ways.Rule(scale=0.3, keep=keep / 0.75)
+    if options:
+        rule.left, rule.right = 9, 0
+    operands = {"q": q, "k": k, "v": v}
+    options["attn_scale"] = 0.3
+    found = run(ways, operands, 0.25, 42, 3, generate_stats=True, **options)
+    expected = ways.reference(q, k, v, rule)
+    ways.close("O", found["O"], expected["O"], FLOAT32)
+    ways.close("Stats", found["Stats"], expected["Stats"], FLOAT32)
+    operands.update(o=expected["O"].float(), dO=d_o, stats=expected["Stats"].float())
+    found = run(ways, operands, 0.25, 42, 3, kind="sdpa_backward", **options)
+    gradients = ways.gradients(q, k, v, d_o, rule)
+    for port, value in found.items():
+        ways.close(port, value, gradients[port], FLOAT32)
+
+
+def test_same_seed_and_offset_repeat_and_others_differ(bench):
+    q, k = draw(2, (2, 4, 16, 8), (2, 2, 20, 8))
+    first = keep_of(bench, q, k, 0.5, 1, 0)
+    assert torch.equal(first, keep_of(bench, q, k, 0.5, 1, 0))
+    for seed, offset in [(2, 0), (1, 1), (1, 2**32), (1 + 2**32, 0)]:
+        assert not torch.equal(first, keep_of(bench, q, k, 0.5, seed, offset))
+    flat = first.flatten(0, 1)
+    assert not any(torch.equal(flat[0], other) for other in flat[1:])
+
+
+def test_padded_sequences_drop_as_the_whole(ways):
+    """Element indices count in the declared extents, whatever the lengths."""
+    q, k, v = draw(3, (3, 4, 10, 8), *[(3, 2, 13, 8)] * 2)
+    used_q, used_kv = [10, 4, 0], [13, 6, 5]
+    keep = keep_of(ways, q, k, 0.4, 5, 6)
+    lengths = [torch.tensor(used).view(-1, 1, 1, 1).int() for used in (used_q, used_kv)]
+    operands = {"q": q, "k": k, "v": v, "seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    found = run(ways, operands, 0.4, 5, 6, use_padding_mask=True, attn_scale=0.3)
+    rule = ways.Rule(scale=0.3, len_q=used_q, len_kv=used_kv, keep=keep / 0.6)
+    ways.close("O", found["O"], ways.reference(q, k, v, rule)["O"], FLOAT32)
+
+
+@pytest.mark.parametrize("dim", [(2, 4, 9, 11), (1, 4, 9, 11), (2, 1, 1, 11)])
+def test_given_mask(ways, dim):
+    q, k, v, d_o = draw(4, (2, 4, 9, 8), *[(2, 2, 11, 8)] * 2, (2, 4, 9, 8))
+    generator = torch.Generator().manual_seed(5)
+    mask = (torch.rand(dim, generator=generator) > 0.3).float()
+    scale = torch.full((1, 1, 1, 1), 1.5)
+    rule = ways.Rule(scale=0.3, keep=mask * 1.5)
+    operands = {"q": q, "k": k, "v": v, "dropout_mask": mask, "dropout_scale": scale}
+    found = ways.run("sdpa", operands, attn_scale=0.3)
+    expected = ways.reference(q, k, v, rule)
+    ways.close("O", found["O"], expected["O"], FLOAT32)
+    operands.update(o=expected["O"].float(), dO=d_o, stats=expected["Stats"].float())
+    found = ways.run("sdpa_backward", operands, attn_scale=0.3)
+    gradients = ways.gradients(q, k, v, d_o, rule)
+    for port, value in found.items():
+        ways.close(port, value, gradients[port], FLOAT32)
