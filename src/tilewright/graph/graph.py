@@ -59,8 +59,12 @@ class DeclaredGraph(
         self._number_tensors()
         self._check_producers()
         self._check_score_programs()
-        for tensor in self.inputs():
-            self._check_input(tensor)
+        inputs = self.inputs()
+        # All types first: a ragged offset may be declared after the tensor it belongs to.
+        for tensor in inputs:
+            self._complete_input(tensor)
+        for tensor in inputs:
+            self._check_declaration(tensor)
         for operation in self.operations:
             self._validate_operation(operation)
         if not self.outputs():
@@ -110,14 +114,13 @@ class DeclaredGraph(
                 )
         operation.check()
 
-    def _check_input(self, tensor: Tensor) -> None:
+    def _complete_input(self, tensor: Tensor) -> None:
         if tensor.is_virtual or tensor.is_output:
             role = "virtual" if tensor.is_virtual else "an output"
             raise GraphError(f"tensor {tensor.label()} is {role} but no operation makes it")
         if tensor.dim and not tensor.stride:
             tensor.stride = packed_strides(tensor.dim)
         self._resolve_data_type(tensor, None)
-        self._check_declaration(tensor)
 
     @staticmethod
     def _score_inputs(operation: Operation) -> list[Tensor]:
