@@ -1,0 +1,349 @@
+"""FP8 attention with a scale a tensor, and MXFP8 attention with a scale a block."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tilewright
+
+pytestmark = pytest.mark.L0
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# An FP8 value that lies near a midpoint may round the other way in float32 than in float64: one
+# step of P is at most 1/8 (E4M3) or 1/4 (E5M2) of it, and P of one key is a small part of a row.
+FLIP = {E4M3: 2e-3, E5M2: 4e-3}
+
+
+def draw(seed: int, *shapes: tuple[int, ...]) -> list:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Nearest code of an FP8 type by search, ties to the even code, saturating; float64."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    table = codes.view(dtype).double()
+    keep = torch.isfinite(table) & ~torch.signbit(table)
+    order = table[keep].argsort()
+    numbers, codes = table[keep][order], codes[keep][order]
+    magnitude = values.double().abs().clamp(max=LARGEST[dtype])
+    upper = torch.searchsorted(numbers, magnitude).clamp(1, numbers.numel() - 1)
+    low, high = numbers[upper - 1], numbers[upper]
+    to_low, to_high = magnitude - low, high - magnitude
+    even = (codes[upper - 1] % 2 == 0).expand(magnitude.shape)
+    chosen = torch.where((to_low < to_high) | ((to_low == to_high) & even), low, high)
+    return torch.where(values.double() < 0, -chosen, chosen)
+
+
+def test_rounding_by_search_is_the_cast_of_torch():
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 20
+    ties = torch.tensor([1.0625, 1.1875, 2**-10, 3 * 2**-10, -1.0625, 447.0])
+    for dtype in (E4M3, E5M2):
+        for source in (values, ties):
+            assert torch.equal(round_to(source, dtype), source.to(dtype).double())
+
+
+def one(value: float) -> torch.Tensor:
+    return torch.full((1, 1, 1, 1), value)
+
+
+FORWARD_SCALES = {
+    "descale_q": 0.5,
+    "descale_k": 0.25,
+    "descale_v": 2.0,
+    "descale_s": 1 / 256,
+    "scale_s": 256.0,
+    "scale_o": 16.0,
+}
+MASKS = {
+    "none": ({}, {}),
+    "causal": ({"use_causal_mask": True}, {"right": 0}),
+    "window": (
+        {"right_bound": 0, "left_bound": 5, "diagonal_alignment": "BOTTOM_RIGHT"},
+        {"right": 0, "left": 5, "bottom_right": True},
+    ),
+}
+
+
+def masks(name: str):
+    options, rule = MASKS[name]
+    if "diagonal_alignment" in options:
+        options = {**options, "diagonal_alignment": tilewright.diagonal_alignment.BOTTOM_RIGHT}
+    return dict(options), rule
+
+
+def problem(seed: int, dtype: torch.dtype) -> list:
+    shapes = ((2, 4, 33, 16), (2, 2, 40, 16), (2, 2, 40, 24), (2, 4, 33, 24))
+    return [(x * 4).to(dtype) for x in draw(seed, *shapes)]
+
+
+def expected_forward(bench, q, k, v, dtype, rule):
+    s = FORWARD_SCALES
+    forward = bench.reference(q.double() * s["descale_q"], k.double() * s["descale_k"], v, rule)
+    p8 = round_to(forward["P"] * s["scale_s"], dtype)
+    values = v.double().repeat_interleave(2, 1)
+    o = (p8 @ values) * s["descale_s"] * s["descale_v"]
+    return {**forward, "O": o, "Amax_S": forward["P"].max(), "Amax_O": o.abs().max()}
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16, E4M3, E5M2])
+def test_fp8_forward(ways, dtype, mask, out):
+    options, rule = masks(mask)
+    q, k, v, _ = problem(1, dtype)
+    rule = ways.Rule(scale=0.25, **rule)
+    scales = {port: one(value) for port, value in FORWARD_SCALES.items()}
+    found = ways.run(
+        "sdpa_fp8",
+        {"q": q, "k": k, "v": v, **scales},
+        generate_stats=True,
+        attn_scale=0.25,
+        outputs={"O": out},
+        **options,
+    )
+    expected = expected_forward(ways, q, k, v, dtype, rule)
+    ways.close("Stats", found["Stats"], expected["Stats"], 3e-6)
+    ways.close("Amax_S", found["Amax_S"].squeeze(), expected["Amax_S"], 3e-6)
+    ways.close("Amax_O", found["Amax_O"].squeeze(), expected["Amax_O"], FLIP[dtype])
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, E4M3: 2**-4, E5M2: 2**-3}[out]
+    scaled = expected["O"] * 16.0
+    error = (found["O"].double() - scaled).abs()
+    assert (error <= rounding * scaled.abs() + FLIP[dtype] * scaled.abs().max()).all()
+
+
+def test_fp8_saturates_and_keeps_nan(bench):
+    q, k, v, _ = problem(2, E4M3)
+    v.view(torch.uint8)[0, 0, 3, 5] = 0x7F
+    scales = {port: one(value) for port, value in FORWARD_SCALES.items()}
+    scales["scale_o"] = one(1e6)
+    found = bench.run("sdpa_fp8", {"q": q, "k": k, "v": v, **scales}, outputs={"O": E4M3})
+    o = found["O"].float()
+    assert torch.isnan(o[0, :2, :, 5]).all()
+    assert torch.isnan(o).sum() == 2 * 33
+    assert o[~torch.isnan(o)].abs().max() == 448.0
+
+
+BACKWARD_SCALES = {
+    **{"descale_q": 0.5, "descale_k": 0.25, "descale_v": 2.0, "descale_o": 0.5},
+    **{"descale_dO": 0.125, "descale_s": 1 / 256, "descale_dP": 1 / 64, "scale_s": 256.0},
+    **{"scale_dQ": 2.0, "scale_dK": 4.0, "scale_dV": 8.0, "scale_dP": 64.0},
+}
+
+
+@pytest.mark.parametrize(("dtype", "d_o_dtype"), [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_fp8_backward(ways, dtype, d_o_dtype, mask):
+    options, rule = masks(mask)
+    q, k, v, d_o = problem(3, dtype)
+    d_o = d_o.float().to(d_o_dtype)
+    s = BACKWARD_SCALES
+    rule = ways.Rule(scale=0.25, **rule)
+    forward = ways.reference(
+        q.double() * s["descale_q"], k.double() * s["descale_k"], v.double() * s["descale_v"], rule
+    )
+    o = (forward["O"] / s["descale_o"]).float().to(dtype)
+    found = ways.run(
+        "sdpa_fp8_backward",
+        {
+            **{"q": q, "k": k, "v": v, "o": o, "dO": d_o, "stats": forward["Stats"].float()},
+            **{port: one(value) for port, value in s.items()},
+        },
+        attn_scale=0.25,
+        outputs=dict.fromkeys(("dQ", "dK", "dV"), torch.float32),
+        **options,
+    )
+    p, group = forward["P"], (2, 2, 2)
+    q64, d_o64, o64 = q.double(), d_o.double(), o.double()
+    k64, v64 = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    delta = (o64 * d_o64).sum(-1, keepdim=True) * s["descale_o"] * s["descale_dO"]
+    d_p = d_o64 @ v64.transpose(2, 3) * s["descale_dO"] * s["descale_v"]
+    d_s = 0.25 * p * (d_p - delta)
+    p8 = round_to(p * s["scale_s"], dtype).transpose(2, 3)
+    d_s8 = round_to(d_s * s["scale_dP"], d_o_dtype)
+    expected = {
+        "dQ": d_s8 @ k64 * s["descale_dP"] * s["descale_k"],
+        "dK": (d_s8.transpose(2, 3) @ q64).unflatten(1, group[:2]).sum(2)
+        * (s["descale_dP"] * s["descale_q"]),
+        "dV": (p8 @ d_o64).unflatten(1, group[:2]).sum(2) * (s["descale_s"] * s["descale_dO"]),
+    }
+    ways.close("amax_dP", found["amax_dP"].squeeze(), d_s.abs().max(), 1e-5)
+    for port, value in expected.items():
+        limit = FLIP[d_o_dtype] * value.abs().max().item()
+        assert (found[port].double() / s[f"scale_{port}"] - value).abs().max() <= limit
+        assert abs(found[f"amax_{port}"].item() - value.abs().max().item()) <= limit
+
+
+def test_fp8_paged(ways):
+    """A container of 8-bit pages, NaN in what no token uses."""
+    q, k, v, _ = problem(4, E4M3)
+    used, page = [40, 13], 8
+    table = torch.tensor([[0, 2, 4, 6, 1], [5, 3, 99, -1, 99]], dtype=torch.int32)
+    pages = {}
+    for side, dense in (("k", k), ("v", v)):
+        filled = torch.full((7, 2, page, dense.shape[3]), math.nan)
+        for b, length in enumerate(used):
+            for entry in range(-(-length // page)):
+                tokens = dense[b, :, entry * page : min((entry + 1) * page, length)].float()
+                filled[table[b, entry], :, : tokens.shape[1]] = tokens
+        pages[side] = filled.to(E4M3)
+    lengths = torch.tensor(used, dtype=torch.int32).view(2, 1, 1, 1)
+    tables = {f"paged_attention_{side}_table": table.view(2, 1, 5, 1) for side in "kv"}
+    found = ways.run(
+        "sdpa_fp8",
+        {
+            **{"q": q, **pages, **tables, "seq_len_q": lengths * 0 + 33, "seq_len_kv": lengths},
+            **{port: one(value) for port, value in FORWARD_SCALES.items()},
+        },
+        use_padding_mask=True,
+        attn_scale=0.25,
+        paged_attention_max_seq_len_kv=40,
+        outputs={"O": torch.float32},
+    )
+    rule = ways.Rule(scale=0.25, len_kv=used)
+    expected = expected_forward(ways, q, k, v, E4M3, rule)
+    ways.close("O", found["O"] / 16.0, expected["O"], FLIP[E4M3])
+
+
+def block_scales(seed: int, dim: tuple[int, ...], axis: int) -> torch.Tensor:
+    """Random E8M0 scales near 1 of (B, H, S, D) in blocks of 32 along ``axis``."""
+    shape = list(dim)
+    shape[axis] = -(-dim[axis] // 32)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(125, 129, shape, generator=generator, dtype=torch.uint8)
+    return codes.view(torch.float8_e8m0fnu)
+
+
+def spread(values: torch.Tensor, scales: torch.Tensor, axis: int) -> torch.Tensor:
+    wide = scales.double().repeat_interleave(32, axis).narrow(axis, 0, values.shape[axis])
+    return values.double() * wide
+
+
+def tiled(scales: torch.Tensor, axis: int) -> torch.Tensor:
+    """The same scales stored in tiles of 128 rows and 4 block columns, by the formula."""
+    matrix = scales.view(torch.uint8)
+    matrix = matrix.transpose(2, 3) if axis == 2 else matrix
+    batch, heads, rows, columns = matrix.shape
+    whole_rows, whole_columns = -(-rows // 128) * 128, -(-columns // 4) * 4
+    stored = torch.full((batch, heads, whole_rows * whole_columns), 255, dtype=torch.uint8)
+    for r in range(rows):
+        for c in range(columns):
+            tile = (r // 128) * (whole_columns // 4) + c // 4
+            at = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+            stored[:, :, at] = matrix[:, :, r, c]
+    stored = stored.view(batch, heads, whole_rows, whole_columns)
+    stored = stored.transpose(2, 3) if axis == 2 else stored
+    return stored.view(torch.float8_e8m0fnu)
+
+
+def mx_problem(seed: int, dtype: torch.dtype, axes: dict[str, int]):
+    dims = {"q": (2, 4, 33, 64), "k": (2, 2, 70, 64), "v": (2, 2, 70, 96), "dO": (2, 4, 33, 96)}
+    operands, scales = {}, {}
+    for index, (port, axis) in enumerate(axes.items()):
+        dim = dims[port.removesuffix("_T")]
+        operands[port] = draw(seed + index, dim)[0].to(dtype)
+        scales[f"descale_{port}"] = block_scales(seed + 50 + index, dim, axis)
+    return operands, scales
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("storage", ["plain", "tiles"])
+def test_mxfp8_forward(ways, dtype, mask, storage):
+    options, rule = masks(mask)
+    options = {
+        f"diagonal_band_{name}" if name.endswith("_bound") else name: value
+        for name, value in options.items()
+    }
+    axes = {"q": 3, "k": 3, "v": 2}
+    operands, scales = mx_problem(5, dtype, axes)
+    values = {port: spread(operands[port], scales[f"descale_{port}"], axes[port]) for port in axes}
+    if storage == "tiles":
+        scales = {f"descale_{p}": tiled(scales[f"descale_{p}"], axis) for p, axis in axes.items()}
+    found = ways.run(
+        "sdpa_mxfp8",
+        {**operands, **scales},
+        generate_stats=True,
+        attn_scale=0.125,
+        outputs={"O": torch.float32},
+        tiled=tuple(scales) if storage == "tiles" else (),
+        **options,
+    )
+    expected = ways.reference(values["q"], values["k"], values["v"], ways.Rule(scale=0.125, **rule))
+    ways.close("O", found["O"], expected["O"], 5e-6)
+    ways.close("Stats", found["Stats"], expected["Stats"], 5e-6)
+    ways.close("Amax_O", found["Amax_O"].squeeze(), expected["O"].abs().max(), 5e-6)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("storage", ["plain", "tiles"])
+def test_mxfp8_backward(ways, mask, storage):
+    """Each product reads its own quantization: those of one tensor differ here on purpose."""
+    options, rule = masks(mask)
+    axes = {"q": 3, "q_T": 2, "k": 3, "k_T": 2, "v": 3, "dO": 3, "dO_T": 2}
+    operands, scales = mx_problem(6, E4M3, axes)
+    x = {port: spread(operands[port], scales[f"descale_{port}"], axes[port]) for port in axes}
+    o, d_o = (t.to(torch.bfloat16) for t in draw(7, (2, 4, 33, 96), (2, 4, 33, 96)))
+    forward = ways.reference(x["q"], x["k"], x["v"], ways.Rule(scale=0.125, **rule))
+    if storage == "tiles":
+        scales = {f"descale_{p}": tiled(scales[f"descale_{p}"], axis) for p, axis in axes.items()}
+    found = ways.run(
+        "sdpa_mxfp8_backward",
+        {**operands, **scales, "o_f16": o, "dO_f16": d_o, "stats": forward["Stats"].float()},
+        attn_scale=0.125,
+        outputs=dict.fromkeys(("dQ", "dK", "dV"), torch.float32),
+        tiled=tuple(scales) if storage == "tiles" else (),
+        **options,
+    )
+    p = forward["P"]
+    wide = {port: x[port].repeat_interleave(2, 1) for port in ("k_T", "v")}
+    delta = (o.double() * d_o.double()).sum(-1, keepdim=True)
+    d_s = 0.125 * p * (x["dO"] @ wide["v"].transpose(2, 3) - delta)
+    expected = {
+        "dQ": d_s @ wide["k_T"],
+        "dK": (d_s.transpose(2, 3) @ x["q_T"]).unflatten(1, (2, 2)).sum(2),
+        "dV": (p.transpose(2, 3) @ x["dO_T"]).unflatten(1, (2, 2)).sum(2),
+    }
+    for port, value in expected.items():
+        ways.close(port, found[port], value, 5e-6)
+        ways.close(f"amax_{port}", found[f"amax_{port}"].squeeze(), value.abs().max(), 5e-6)
+
+
+def test_mxfp8_scales_beyond_a_length_may_be_nan(ways):
+    axes = {"q": 3, "k": 3, "v": 2}
+    operands, scales = mx_problem(8, E4M3, axes)
+    values = {port: spread(operands[port], scales[f"descale_{port}"], axes[port]) for port in axes}
+    used = [32, 64]
+    scales["descale_k"].view(torch.uint8)[0, :, 32:] = 255
+    scales["descale_v"].view(torch.uint8)[0, :, 1:] = 255
+    lengths = torch.tensor(used, dtype=torch.int32).view(2, 1, 1, 1)
+    found = ways.run(
+        "sdpa_mxfp8",
+        {**operands, **scales, "seq_len_q": lengths * 0 + 33, "seq_len_kv": lengths},
+        use_padding_mask=True,
+        attn_scale=0.125,
+        outputs={"O": torch.float32},
+    )
+    rule = ways.Rule(scale=0.125, len_kv=used)
+    expected = ways.reference(values["q"], values["k"], values["v"], rule)
+    ways.close("O", found["O"], expected["O"], 5e-6)
+
+
+def test_mxfp8_declines_packed_operands(bench):
+    axes = {"q": 3, "k": 3, "v": 2}
+    operands, scales = mx_problem(9, E4M3, axes)
+    q = operands["q"]
+    operands["q"] = bench.Ragged(
+        q, tuple(q.shape), q.stride(), torch.zeros(3, 1, 1, 1, dtype=torch.int64)
+    )
+    lengths = torch.tensor([33, 33], dtype=torch.int32).view(2, 1, 1, 1)
+    with pytest.raises(tilewright.NotSupportedError, match=r"q is ragged.*dense sequences"):
+        bench.run(
+            "sdpa_mxfp8",
+            {**operands, **scales, "seq_len_q": lengths, "seq_len_kv": lengths},
+            use_padding_mask=True,
+        )
