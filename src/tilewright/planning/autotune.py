@@ -14,7 +14,9 @@ _WARM_UP_CALLS = 2
 _TIMED_CALLS = 7
 
 
-def autotune(graph: PlanSelection, variant_pack: Mapping[Any, Any], workspace: Any) -> dict[str, Any]:
+def autotune(
+    graph: PlanSelection, variant_pack: Mapping[Any, Any], workspace: Any
+) -> dict[str, Any]:
     """See ``Graph.autotune``. Waits for the device: this is tuning, not execution."""
     import torch
 
