@@ -24,6 +24,7 @@ _COLUMNS = (
     *("subject", "case", "baseline", "ours_us", "baseline_us", "ratio", "overhead_us"),
     *("promise", "kept", "rounds"),
 )
+_FLOAT_COLUMNS = ("ours_us", "baseline_us", "ratio", "overhead_us")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -98,7 +99,8 @@ def csv_text(header: dict[str, Any], measurements: Sequence[Measurement]) -> str
     writer.writeheader()
     for measurement in measurements:
         row = _row(measurement)
-        writer.writerow({**row, **{k: f"{row[k]:.4g}" for k in row if isinstance(row[k], float)}})
+        row |= {key: f"{row[key]:.3f}" for key in _FLOAT_COLUMNS}
+        writer.writerow(row)
     return text.getvalue()
 
 
@@ -114,11 +116,12 @@ def draw(header: dict[str, Any], measurements: Sequence[Measurement]) -> bytes:
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.65 * len(measurements)), dpi=120)
     colours = ["#c44e52" if m.is_kept is False else "#4c72b0" for m in measurements]
     axes.barh(labels, ratios, color=colours)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     axes.axvline(1.0, color="black", linewidth=0.8)
     for index, m in enumerate(measurements):
         promised = f" ({m.promise}: {'kept' if m.is_kept else 'missed'})" if m.promise else ""
         text = f" {m.ours_us:.1f} against {m.theirs_us:.1f} us{promised}"
-        axes.text(m.ratio, index, text, va="center", fontsize=8)
+        axes.text(m.ratio, index, text, va="center", fontsize=8, bbox=behind)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.9 * max(ratios))
     axes.set_xlabel("our time over PyTorch's (median of interleaved rounds)")

@@ -13,6 +13,8 @@ from tilewright.cli.exits import fail
 if TYPE_CHECKING:
     from tilewright.planning.graph import Graph
 
+TENSOR_SUFFIXES = (".safetensors", ".npz")
+
 
 def read_bytes(path: Path) -> bytes:
     """The content of a file that must not be empty.
@@ -40,6 +42,17 @@ def check_readable(path: Path) -> None:
             fail(f"{path}: the file is empty")
     except (OSError, ValueError) as error:
         fail(f"{path}: {getattr(error, 'strerror', None) or error}")
+
+
+def check_tensor_suffix(path: Path) -> None:
+    """Require a file name whose suffix tells a format of tensors.
+
+    Raises:
+        CommandError: naming the known ones.
+    """
+    if path.suffix not in TENSOR_SUFFIXES:
+        accepted = ", ".join(TENSOR_SUFFIXES)
+        fail(f"{path}: unknown kind of file {path.suffix!r}; accepted are {accepted}")
 
 
 def check_writable(path: Path) -> None:

@@ -142,6 +142,7 @@ def _forward_graph(
             if name in attribute_hints(record)
         },
     }
+    entry["attributes"]["generate_stats"] = True
     tensors = {tensor["uid"]: dict(tensor) for tensor in document["tensors"]}
     values = dict(buffers)
     if kind == "sdpa_fp8":
@@ -185,7 +186,7 @@ def _named_uids(entries: list[dict[str, Any]], tensors: Mapping[int, dict[str, A
         if program is not None:
             used |= {program["input"], program["output"]}
             used |= _named_uids(program["operations"], tensors)
-    offsets = {tensors[uid]["ragged_offset"] for uid in used}
+    offsets = {tensors[uid].get("ragged_offset") for uid in used}
     return used | {uid for uid in offsets if uid is not None}
 
 

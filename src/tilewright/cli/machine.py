@@ -62,7 +62,7 @@ def describe_cpu() -> str:
     """One line on the CPU and the threads that torch uses."""
     import torch
 
-    return f"cpu ({processor()}, {usable_cores()} cores, {torch.get_num_threads()} threads)"
+    return f"cpu ({processor()}, {usable_cores()} cores, torch threads {torch.get_num_threads()})"
 
 
 def cuda_devices() -> list[dict[str, Any]]:

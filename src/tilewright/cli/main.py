@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     try:
-        return int(arguments.execute(arguments))
+        code = int(arguments.execute(arguments))
+        # Here, where a reader that left can still be told from an error.
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
@@ -53,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return ExitCode.OK
     except Exception as error:
-        code = exit_code_of(error)
-        if code is None:
+        status = exit_code_of(error)
+        if status is None:
             traceback.print_exc()
             print("tilewright: internal error; the traceback above shows where", file=sys.stderr)
             return ExitCode.INTERNAL
         print(f"tilewright {arguments.command}: error: {error}", file=sys.stderr)
-        return code
+        return status
 
 
 if __name__ == "__main__":

@@ -25,9 +25,14 @@ def console() -> Console:
     """A console on standard output that wraps to the terminal, and to no less in a pipe."""
     from rich.console import Console
 
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would end the process with status 1; main knows better.
+            raise BrokenPipeError
+
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else _PIPE_WIDTH
-    return Console(width=width, highlight=False, emoji=False)
+    return PlainConsole(width=width, highlight=False, emoji=False)
 
 
 def print_table(

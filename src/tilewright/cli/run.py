@@ -64,18 +64,21 @@ def add_parser(subparsers: Any) -> None:
 
 def execute(arguments: argparse.Namespace) -> ExitCode:
     """Run the subcommand; returns WRONG_RESULT if a check fails, DECLINED if none could be made."""
-    from tilewright.cli import tensor_files
-    from tilewright.cli.inputs import make_inputs
-
-    if arguments.output is not None:
-        tensor_files.check_suffix(arguments.output)
-        files.check_writable(arguments.output)
-    given: dict[str, torch.Tensor] = {}
+    for path in (arguments.inputs, arguments.output):
+        if path is not None:
+            files.check_tensor_suffix(path)
     if arguments.inputs is not None:
-        given = tensor_files.read_tensors(arguments.inputs)
+        files.check_readable(arguments.inputs)
+    if arguments.output is not None:
+        files.check_writable(arguments.output)
+    # What is wrong with the files is told before torch is imported.
     graph = files.load_graph(arguments.graph, handle=options.handle_of(arguments))
     options.select_engine(graph, arguments.engine)
     graph.build()
+    from tilewright.cli import tensor_files
+    from tilewright.cli.inputs import make_inputs
+
+    given = {} if arguments.inputs is None else tensor_files.read_tensors(arguments.inputs)
     inputs = make_inputs(graph, given, arguments.seed)
     call = _Call(graph, inputs)
     call.run()

@@ -15,21 +15,10 @@ import numpy as np
 import torch
 
 from tilewright.cli.exits import fail
-from tilewright.cli.files import atomic_writer, check_readable
+from tilewright.cli.files import atomic_writer, check_readable, check_tensor_suffix
 
-SUFFIXES = (".safetensors", ".npz")
 # The date in every entry of an npz, so that equal tensors give equal files.
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)
-
-
-def check_suffix(path: Path) -> None:
-    """Require a file name with a known suffix.
-
-    Raises:
-        CommandError: naming the known ones.
-    """
-    if path.suffix not in SUFFIXES:
-        fail(f"{path}: unknown kind of file {path.suffix!r}; accepted are {', '.join(SUFFIXES)}")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -38,7 +27,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CommandError: if the file is missing, cut short, or of another kind.
     """
-    check_suffix(path)
+    check_tensor_suffix(path)
     check_readable(path)
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
@@ -53,7 +42,7 @@ def write_tensors(
     Raises:
         CommandError: if it cannot be written.
     """
-    check_suffix(path)
+    check_tensor_suffix(path)
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_writer(path) as file:
         if path.suffix == ".safetensors":
@@ -78,15 +67,18 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _read_npz(path: Path) -> dict[str, torch.Tensor]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                fail(f"{path}: holds one array without a name; expected an npz archive")
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            fail(f"{path}: holds one array without a name; expected an npz archive")
+        with archive:
             return {name: _from_numpy(archive[name]) for name in archive.files}
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, TypeError) as error:
         fail(f"{path}: not an npz archive, or cut short: {_first_line(error)}")
 
 
 def _from_numpy(array: Any) -> torch.Tensor:
+    if not isinstance(array, np.ndarray):
+        raise ValueError("an entry is no array")
     # torch takes the machine's byte order and positive strides only.
     native = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(native.reshape(array.shape).copy())
