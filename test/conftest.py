@@ -80,18 +80,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(f"a conftest or a test module changed {PACKAGE}.__path__")
 
 
-@pytest.fixture
-def run_python(tmp_path: Path) -> Callable[..., str]:
-    """Return a function that runs code in a fresh interpreter, in an empty folder.
+@pytest.fixture(scope="session")
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return a function that runs code in a fresh interpreter and returns what it printed.
 
-    It returns what the code printed. The code imports the tree under test. A child that exits
-    with another status than 0 fails the test and shows both streams.
+    The code imports the tree under test. It runs in `folder`, by default a new, empty one. A child
+    that exits with another status than 0 fails the test and shows both streams.
     """
 
-    def run(code: str, *arguments: str, options: Iterable[str] = (), timeout_s: float = 300) -> str:
+    def run(
+        code: str, *arguments: str, folder: Path | None = None, timeout_s: float = 300.0
+    ) -> str:
         done = subprocess.run(
-            [sys.executable, *options, "-c", code, *arguments],
-            cwd=tmp_path,
+            [sys.executable, "-c", code, *arguments],
+            cwd=folder or tmp_path_factory.mktemp("child"),
             capture_output=True,
             text=True,
             timeout=timeout_s,
