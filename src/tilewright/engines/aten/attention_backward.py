@@ -111,7 +111,7 @@ def attend_backward(part: Part, saved: Saved, gradients: Gradients) -> None:
     batches, _, rows, _ = part.q.shape
     heads_kv, keys = part.k.shape[1], part.k.shape[2]
     band = OPEN_BAND if part.shift_by_lengths else part.band
-    tiling = choose_tiling(batches, heads_kv, part.group, rows, keys, band)
+    tiling = choose_tiling(batches, heads_kv, part.group, rows, keys, band, part.block_budget)
     for chunk in chunks(batches, heads_kv, tiling):
         held = _hold(part, saved, chunk)
         for block in blocks(chunk, part.group, rows, keys, band, tiling):

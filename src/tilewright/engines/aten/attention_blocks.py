@@ -13,6 +13,8 @@ from typing import NamedTuple
 # Elements of one block of scores: 4 MiB in float32, which the caches of a core still help with.
 # Only a single row of a single head with more visible keys than this exceeds it.
 SCORE_BLOCK_ELEMENTS = 1 << 20
+# 32 MiB where launches cost more than caches help.
+DEVICE_SCORE_BLOCK_ELEMENTS = 1 << 23
 # Under a band, longer row blocks would spend their time on hidden keys.
 _BANDED_ROWS = 256
 
@@ -75,9 +77,15 @@ class Tiling(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def choose_tiling(
-    batches: int, heads_kv: int, group: int, rows: int, keys: int, band: Band
+    batches: int,
+    heads_kv: int,
+    group: int,
+    rows: int,
+    keys: int,
+    band: Band,
+    budget: int = SCORE_BLOCK_ELEMENTS,
 ) -> Tiling:
-    """The largest blocks within the budget, whole sequences first."""
+    """The largest blocks of at most ``budget`` scores, whole sequences first."""
     step, width = max(rows, 1), max(keys, 1)
     if band.left is not None or band.right is not None:
         step = min(step, _BANDED_ROWS)
@@ -85,14 +93,14 @@ def choose_tiling(
         span = max(band.left + band.right, 1)
         step = min(step, max(64, span))
         width = min(width, step + span)
-    if group * step * width > SCORE_BLOCK_ELEMENTS:
-        step = max(1, min(step, SCORE_BLOCK_ELEMENTS // (group * width)))
+    if group * step * width > budget:
+        step = max(1, min(step, budget // (group * width)))
         if step > 32:
             step -= step % 32
-    if group * width > SCORE_BLOCK_ELEMENTS:
-        part = max(1, SCORE_BLOCK_ELEMENTS // width)
+    if group * width > budget:
+        part = max(1, budget // width)
         return Tiling(1, 1, part, 1)
-    fit = max(1, SCORE_BLOCK_ELEMENTS // (group * step * width))
+    fit = max(1, budget // (group * step * width))
     if fit < heads_kv:
         return Tiling(1, fit, group, step)
     return Tiling(max(1, min(batches, fit // max(heads_kv, 1))), heads_kv, group, step)

@@ -68,7 +68,7 @@ def attend(part: Part, outputs: ForwardOutputs) -> None:
     batches, _, rows, _ = part.q.shape
     heads_kv, keys = part.k.shape[1], part.k.shape[2]
     band = OPEN_BAND if part.shift_by_lengths else part.band
-    tiling = choose_tiling(batches, heads_kv, part.group, rows, keys, band)
+    tiling = choose_tiling(batches, heads_kv, part.group, rows, keys, band, part.block_budget)
     for chunk in chunks(batches, heads_kv, tiling):
         k, v = converted_keys(part, chunk)
         clean = part.is_clean(k, v)

@@ -7,6 +7,11 @@ log-sum-exp of 0 to rows that see nothing, and lets NaN and infinity in hidden v
 (0 * NaN): a result that is not finite is therefore computed again by the composition.
 
 Half and bfloat16 are converted to float32 first: its own 16-bit form rounds P.
+
+CUDA, half and bfloat16, forward: ``_scaled_dot_product_flash_attention``. Under a causal mask it
+too multiplies hidden values by 0; what is not finite in V is taken out before, and a running sum of
+it is added after, which puts it into exactly the rows that see it. No value is read by the host.
+The backward sums dQ in no fixed order there, so it is composed.
 """
 
 from __future__ import annotations
@@ -28,11 +33,17 @@ Attempt = Callable[[Operands, Operands], bool]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _LOG2_E = 1.0 / math.log(2.0)
+_CUDA_TYPES = {DataType.HALF, DataType.BFLOAT16}
+_CUDA_MAX_DEPTH = 256
+_BIAS_TYPES = (DataType.FLOAT, DataType.DOUBLE, DataType.HALF, DataType.BFLOAT16)
 
 
 def fused_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt | None:
     """A function that fills O and Stats of a call, or None if ATen's does not mean the same."""
+    if device.type == "cuda":
+        return _cuda_forward(op, spec)
     if not _serves(op, spec, device) or set(op.outputs) - {"O", "Stats"}:
         return None
     causal, scale, compute = spec.right is not None, spec.scale, spec.compute
@@ -90,6 +101,38 @@ def fused_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attemp
     return attempt
 
 
+def _cuda_forward(op: Any, spec: AttentionSpec) -> Attempt | None:
+    types = {op.inputs[port].data_type for port in ("q", "k", "v")}
+    if len(types) != 1 or not types <= _CUDA_TYPES or set(op.outputs) - {"O", "Stats"}:
+        return None
+    if not _means_the_same(op, spec) or spec.has_bias or spec.scale is None:
+        return None
+    causal = spec.right is not None
+    if spec.depth % 8 or spec.depth > _CUDA_MAX_DEPTH or (causal and spec.rows != spec.keys):
+        return None
+    scale, group = spec.scale, spec.heads_q // spec.heads_kv
+    has_stats, stats_factor = "Stats" in op.outputs, _LOG2_E if spec.stats_log2 else 1.0
+    store = storer(op.outputs["O"])
+
+    def attempt(inputs: Operands, outputs: Operands) -> bool:
+        q, k, v = (
+            operand if operand.stride(3) == 1 else operand.contiguous()
+            for operand in (inputs["q"], inputs["k"], inputs["v"])
+        )
+        values = v.masked_fill(~torch.isfinite(v), 0.0) if causal else v
+        o, stats = _flash_cuda(q, k, values, 0.0, causal, False, scale=scale)[:2]
+        if causal:
+            seen = (v - values).cumsum(2)
+            o = o + (seen if group == 1 else seen.repeat_interleave(group, 1))
+        store(outputs["O"], o)
+        if has_stats:
+            stats = stats.unsqueeze(-1)
+            outputs["Stats"].copy_(stats if stats_factor == 1.0 else stats * stats_factor)
+        return True
+
+    return attempt
+
+
 def readable(operand: Tensor, compute: torch.dtype) -> Tensor:
     """The operand in the compute type with a contiguous last axis."""
     operand = operand.to(compute)
@@ -97,23 +140,22 @@ def readable(operand: Tensor, compute: torch.dtype) -> Tensor:
 
 
 def _serves(op: Any, spec: AttentionSpec, device: torch.device) -> bool:
-    if device.type != "cpu" or not spec.plain or spec.depth != spec.depth_v:
+    if device.type != "cpu" or not _means_the_same(op, spec):
         return False
-    if 0 in (spec.batch, spec.rows, spec.keys, spec.depth):
-        return False
-    if spec.scale is None and "attn_scale" in op.inputs:
-        record = op.inputs["attn_scale"]
-        if record.is_pass_by_value and record.value is not None:
-            return False
-    causal = spec.right == 0 and spec.left is None
-    if spec.banded and not causal:
-        return False
-    if spec.banded and spec.bottom_right and spec.rows != spec.keys:
+    if spec.scale is None and op.inputs["attn_scale"].is_pass_by_value:
         return False
     return not spec.has_bias or op.inputs["bias"].data_type in _BIAS_TYPES
 
 
-_BIAS_TYPES = (DataType.FLOAT, DataType.DOUBLE, DataType.HALF, DataType.BFLOAT16)
+def _means_the_same(op: Any, spec: AttentionSpec) -> bool:
+    if not spec.plain or spec.depth != spec.depth_v:
+        return False
+    if 0 in (spec.batch, spec.rows, spec.keys, spec.depth):
+        return False
+    causal = spec.right == 0 and spec.left is None
+    if spec.banded and not causal:
+        return False
+    return not (spec.banded and spec.bottom_right and spec.rows != spec.keys)
 
 
 def _is_finite(values: Tensor) -> bool:

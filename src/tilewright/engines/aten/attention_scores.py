@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.engines.aten.attention_blocks import Band, Block
+from tilewright.engines.aten.attention_blocks import (
+    DEVICE_SCORE_BLOCK_ELEMENTS,
+    SCORE_BLOCK_ELEMENTS,
+    Band,
+    Block,
+)
 from tilewright.engines.aten.attention_score_mod import BoundProgram
 from tilewright.engines.aten.attention_spec import BLOCK_MASK_TILE
 from tilewright.engines.aten.dropout import PhiloxDropout, Region
@@ -61,6 +66,12 @@ class Part:
     def group(self) -> int:
         """Query heads a key head."""
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
+
+    @property
+    def block_budget(self) -> int:
+        """Scores a block may have."""
+        on_cpu = self.q.device.type == "cpu"
+        return SCORE_BLOCK_ELEMENTS if on_cpu else DEVICE_SCORE_BLOCK_ELEMENTS
 
     def is_clean(self, *operands: Tensor) -> bool:
         """True if no element of the operands is NaN or infinite, as far as the host may know.

@@ -90,6 +90,27 @@ def test_padded_forward(ways, mask, form, bad):
         ways.close(port, value, expected[port], FLOAT32)
 
 
+def test_padded_rows_without_any_key_have_no_sink(ways):
+    (sink,) = draw(17, (1, 4, 1, 1))
+    q, k = torch.ones(4, 4, 12, 8), torch.ones(4, 2, 0, 8)
+    found = ways.run(
+        "sdpa",
+        {
+            **{"q": q, "k": k, "v": k, "sink_token": sink},
+            **{"seq_len_q": lengths(LEN_Q), "seq_len_kv": lengths([0] * 4)},
+        },
+        generate_stats=True,
+        use_padding_mask=True,
+        given=("score_max", "score_sum_exp"),
+    )
+    beyond = torch.arange(12).view(1, 1, -1, 1) >= lengths(LEN_Q)
+    expected = sink.expand(4, 4, 12, 1).masked_fill(beyond, -math.inf)
+    assert torch.equal(found["Stats"], expected)
+    assert torch.equal(found["score_max"], expected)
+    assert torch.equal(found["score_sum_exp"], (~beyond).float().expand(4, 4, 12, 1))
+    assert (found["O"] == 0).all()
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_padded_backward(ways, mask, bad):
