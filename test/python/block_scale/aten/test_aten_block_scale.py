@@ -142,6 +142,8 @@ def test_signed_ties_of_e2m1_go_to_the_even_code(run_guarded):
         results = run_guarded(graph, feeds)
         assert results[scales].double().item() == factor
         assert results[y][0].tolist() == [6.0, *even, *(-v for v in even), 0.0]
+        # Zeros keep their sign: -0.25 becomes -0.
+        assert torch.signbit(results[y][0, 8:]).tolist() == [True] * 7 + [False]
     # One spacing of float32 above the tie is no tie.
     above = torch.nextafter(torch.tensor([[6.0, *middles] + [0.0] * 8]), torch.tensor(9.0))
     graph, feeds, y, _ = _quantize(above, "FP4_E2M1", "FP8_E4M3", 16)

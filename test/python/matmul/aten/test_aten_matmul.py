@@ -85,8 +85,10 @@ def test_fp8_results_saturate_and_nan_stays():
 
 def test_int8_products_are_exact(check_graph):
     generator = torch.Generator().manual_seed(3)
-    a = torch.randint(-128, 128, (3, 3000), generator=generator, dtype=torch.int8)
-    b = torch.randint(-128, 128, (3000, 5), generator=generator, dtype=torch.int8)
+    a = torch.randint(-128, 128, (3, 3001), generator=generator, dtype=torch.int8)
+    b = torch.randint(-128, 128, (3001, 5), generator=generator, dtype=torch.int8)
+    # This sum, 3001 * 127 ** 2, is odd and beyond the 24 bits of float32.
+    a[0], b[:, 0] = 127, 127
     graph, feeds, out = _product(a, b, c_type=torch.int32)
     result = check_graph(graph, feeds)[out]
     assert torch.equal(result.long(), a.long() @ b.long())

@@ -189,6 +189,15 @@ def test_a_scalar_broadcasts_whatever_its_rank(check_graph):
         check_graph(graph, {source: x.to(dtype), factor: torch.tensor(0.5)})
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_an_output_may_be_larger_than_what_its_operands_broadcast_to(check_graph, dtype):
+    x = _draw((1, 5), dtype)
+    for mode, operands in (("exp", [x]), ("mul", [x, x]), ("identity", [x]), ("swish", [x])):
+        graph, feeds, out = _graph(mode, operands)
+        out.set_dim((3, 5))
+        assert check_graph(graph, feeds)[out].shape == (3, 5)
+
+
 @pytest.mark.parametrize("mode", ["relu", "swish", "gelu", "exp"])
 def test_the_output_may_be_the_input(mode):
     for dtype in (torch.float32, torch.bfloat16):
