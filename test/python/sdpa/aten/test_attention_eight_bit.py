@@ -347,3 +347,70 @@ def test_mxfp8_declines_packed_operands(bench):
             {**operands, **scales, "seq_len_q": lengths, "seq_len_kv": lengths},
             use_padding_mask=True,
         )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fp8_sequences_of_different_lengths(ways, packed):
+    """8-bit results: padded rows 0, and behind a packed sequence nothing."""
+    used_q, used_kv = [33, 7], [13, 40]
+    q, k, v, d_o = problem(10, E4M3)
+    lengths = {
+        f"seq_len_{side}": torch.tensor(used, dtype=torch.int32).view(2, 1, 1, 1)
+        for side, used in (("q", used_q), ("kv", used_kv))
+    }
+
+    def lay(dense, used):
+        if not packed:
+            return dense
+        rows = [dense[b, :, :n].transpose(0, 1) for b, n in enumerate(used)]
+        step = dense.shape[1] * dense.shape[3]
+        offsets = torch.tensor([0, used[0] * step, sum(used) * step]).view(3, 1, 1, 1)
+        stride = (dense.shape[2] * step, dense.shape[3], step, 1)
+        return ways.Ragged(torch.cat(rows).contiguous(), tuple(dense.shape), stride, offsets)
+
+    def dense_of(flat, like, used):
+        if not packed:
+            return flat.float()
+        rows = flat.float().view(-1, like.shape[1], like.shape[3])
+        found = torch.zeros(like.shape)
+        found[0, :, : used[0]] = rows[: used[0]].transpose(0, 1)
+        found[1, :, : used[1]] = rows[used[0] :].transpose(0, 1)
+        return found
+
+    o_like = torch.zeros(2, 4, 33, 24).to(E4M3)
+    operands = {"q": lay(q, used_q), "k": lay(k, used_kv), "v": lay(v, used_kv), **lengths}
+    found = ways.run(
+        "sdpa_fp8",
+        {**operands, **{port: one(value) for port, value in FORWARD_SCALES.items()}},
+        generate_stats=True,
+        use_padding_mask=True,
+        attn_scale=0.25,
+        outputs={"O": lay(o_like, used_q) if packed else E4M3},
+    )
+    rule = ways.Rule(scale=0.25, len_q=used_q, len_kv=used_kv)
+    expected = expected_forward(ways, q, k, v, E4M3, rule)
+    o = dense_of(found["O"], o_like, used_q) / 16.0
+    ways.close("O", o, expected["O"], 2**-4)
+    assert (o[1, :, 7:] == 0).all()
+    ways.close("Amax_O", found["Amax_O"].squeeze(), expected["Amax_O"], FLIP[E4M3])
+    o8 = (expected["O"] * 2).float().to(E4M3)
+    likes = {"dQ": (q, used_q), "dK": (k, used_kv), "dV": (v, used_kv)}
+    found = ways.run(
+        "sdpa_fp8_backward",
+        {
+            **operands,
+            **{"o": lay(o8, used_q), "dO": lay(d_o, used_q)},
+            "stats": expected["Stats"].float(),
+            **{port: one(value) for port, value in BACKWARD_SCALES.items()},
+        },
+        use_padding_mask=True,
+        attn_scale=0.25,
+        outputs={port: lay(*like) if packed else E4M3 for port, like in likes.items()},
+    )
+    for port, (like, used) in likes.items():
+        value = dense_of(found[port], like, used)
+        assert torch.isfinite(value).all()
+        assert (value[1, :, used[1] :] == 0).all() and (value[0, :, used[0] :] == 0).all()
+        amax = found[f"amax_{port}"].item()
+        stored = min(amax * BACKWARD_SCALES[f"scale_{port}"], 448.0)
+        assert abs(value.abs().max().item() - stored) <= 2**-4 * stored
