@@ -356,6 +356,8 @@ class AttentionBase(AttentionMasks):
                         f"tensor {tensor.label()} ({port}) has a ragged offset; expected none: it "
                         "broadcasts to the scores"
                     )
+                if math.prod(tensor.dim) != 1:
+                    self.require_broadcast(port, self._score_dim(), "it is read beside the scores")
             self._check_program_tensors(attribute, program)
         if listed:
             port = sorted(listed)[0]

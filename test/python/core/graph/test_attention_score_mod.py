@@ -122,6 +122,13 @@ def test_indices_count_in_the_scores() -> None:
     assert program_of(operation).output.dim == SCORES
 
 
+def test_a_scalar_of_any_rank_is_an_operand() -> None:
+    graph = new_graph()
+    cap = graph.tensor((1,), data_type=FLOAT)
+    operation = modified(graph, lambda g, score: g.div(score, cap))
+    assert operation.inputs["score_mod_0"] is cap
+
+
 def test_the_identity_is_a_program() -> None:
     program = program_of(modified(new_graph(), lambda g, score: score))
     assert program.operations == ()
@@ -216,7 +223,11 @@ REFUSED: dict[str, tuple[Modifier, str]] = {
     ),
     "an operand larger than the scores": (
         lambda g, score: g.add(score, g.tensor((3, 1, 1, 1, 1), data_type=FLOAT)),
-        "expected (2, 4, 5, 7)",
+        "expected 1 or the extent of (2, 4, 5, 7) on each axis",
+    ),
+    "an operand of lower rank": (
+        lambda g, score: g.add(score, g.tensor((SQ, SKV), data_type=FLOAT, name="mask")),
+        "'mask' (score_mod_0) has dim (5, 7)",
     ),
     "an output inside": (
         lambda g, score: g.tanh(g.exp(score).set_output(True)),
