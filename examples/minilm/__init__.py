@@ -1,0 +1,1 @@
+"""Sentence embeddings with PyTorch's attention and norms, and with Tilewright's."""
