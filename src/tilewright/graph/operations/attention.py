@@ -18,8 +18,8 @@ from tilewright.graph.operations.attention_base import (
     DROPOUT_PORTS,
     LENGTH_PORTS,
     PAGE_PORTS,
-    AttentionForward,
 )
+from tilewright.graph.operations.attention_forward import AttentionForward
 from tilewright.graph.operations.attention_fp8 import AttentionFp8Methods
 from tilewright.graph.operations.attention_mxfp8 import AttentionMxfp8Methods
 from tilewright.graph.score_program import ScoreProgram

@@ -26,8 +26,8 @@ from tilewright.graph.operations.attention_base import (
     FP8_TYPES,
     LENGTH_PORTS,
     PAGE_PORTS,
-    AttentionForward,
 )
+from tilewright.graph.operations.attention_forward import AttentionForward
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
 

@@ -24,8 +24,8 @@ from tilewright.graph.operations.attention_base import (
     LENGTH_PORTS,
     PAGE_PORTS,
     AttentionBase,
-    AttentionForward,
 )
+from tilewright.graph.operations.attention_forward import AttentionForward
 from tilewright.graph.tensor import Tensor
 
 MX_BLOCK = 32
