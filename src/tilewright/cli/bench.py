@@ -22,7 +22,7 @@ SUBJECT_NAMES = ("matmul-execute", "sdpa", "layer_norm", "rms_norm", "linear")
 _DEFAULT_ROUNDS = 30
 _COLUMNS = (
     *("subject", "case", "baseline", "ours_us", "baseline_us", "ratio", "overhead_us"),
-    *("promise", "kept", "rounds"),
+    *("promise", "kept", "samples"),
 )
 _FLOAT_COLUMNS = ("ours_us", "baseline_us", "ratio", "overhead_us")
 
@@ -146,7 +146,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "overhead_us": measurement.overhead_us,
         "promise": measurement.promise,
         "kept": "" if kept is None else "yes" if kept else "no",
-        "rounds": measurement.rounds,
+        "samples": measurement.samples,
     }
 
 

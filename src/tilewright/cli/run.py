@@ -134,10 +134,14 @@ class _Call:
         """Execute once, and keep the results on the CPU."""
         self.graph.execute(self._pack, self._workspace)
         self._wait()
-        is_cpu = self.device.type == "cpu"
-        for uid, buffer in self._outputs.items():
-            # Timed launches write the same buffers again.
-            self.results[uid] = buffer.clone() if is_cpu else buffer.cpu()
+        from tilewright.cli.storage import is_sparse
+
+        for tensor in self.graph.outputs():
+            buffer = self._outputs[tensor.uid]
+            # Timed launches write the same buffers; a copy would fill the gaps of sparse ones.
+            if self.device.type == "cpu" and not is_sparse(tensor):
+                buffer = buffer.clone()
+            self.results[tensor.uid] = buffer.cpu()
 
     def time(self, repeats: int | None) -> list[float]:
         """Microseconds of each of ``repeats`` launches, or of as many as the budget holds."""

@@ -7,8 +7,8 @@ A buffer here is one axis of all the elements that it owns, in the declared type
 from __future__ import annotations
 
 import math
+import mmap
 
-import numpy as np
 import torch
 
 from tilewright.dtypes import DataType
@@ -25,6 +25,9 @@ _USUAL_ALIGNMENT_BYTES = 64
 # Midpoints between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of FP4_E2M1.
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E8M0_BIAS = 127
+# From this size on storage is mapped page by page.
+_MAPPED_BYTES = 2**26
+_SPARSE_FACTOR = 4
 
 
 def element_span(tensor: Tensor) -> int:
@@ -53,10 +56,14 @@ def new_storage(tensor: Tensor, elements: int) -> torch.Tensor:
     dtype = to_torch(tensor.data_type)
     size_bytes = tensor.data_type.span_bytes(elements)
     alignment = max(tensor.alignment_value, _USUAL_ALIGNMENT_BYTES)
-    # numpy takes zeroed pages from the system and leaves them untouched; torch would write them.
-    raw = torch.from_numpy(np.zeros(size_bytes + alignment, dtype=np.uint8))
+    raw = _untouched_bytes(size_bytes + alignment)
     start = -raw.data_ptr() % alignment
     return raw[start : start + size_bytes].view(dtype)
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """True if a dense tensor's storage is mostly gaps, which are better left untouched."""
+    return element_span(tensor) > _SPARSE_FACTOR * math.prod(tensor.dim)
 
 
 def store(tensor: Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -103,8 +110,7 @@ def logical_view(tensor: Tensor, storage: torch.Tensor) -> torch.Tensor:
 def poison(tensor: Tensor, storage: torch.Tensor) -> None:
     """Fill an output with NaN, or a value that no result has by chance, before it is computed."""
     target = storage
-    if element_span(tensor) > 4 * math.prod(tensor.dim):
-        # Mostly gaps: touch the elements only.
+    if tensor.ragged_offset is None and is_sparse(tensor):
         target = logical_view(tensor, storage)
     if target.dtype.is_floating_point and target.element_size() > 1:
         target.fill_(math.nan)
@@ -115,6 +121,17 @@ def poison(tensor: Tensor, storage: torch.Tensor) -> None:
         target.view(torch.uint8).fill_(0xFF)
     else:
         target.fill_(torch.iinfo(target.dtype).max)
+
+
+def _untouched_bytes(count: int) -> torch.Tensor:
+    """Zeroed bytes whose pages take memory when they are first written."""
+    if count < _MAPPED_BYTES:
+        return torch.zeros(count, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, count, flags=flags), dtype=torch.uint8)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"no room for a buffer of {count} bytes: {error}") from error
 
 
 def _place(tensor: Tensor, storage: torch.Tensor, values: torch.Tensor) -> None:

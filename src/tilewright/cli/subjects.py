@@ -25,7 +25,9 @@ class Pair:
     """Our call and PyTorch's, and where each leaves its result.
 
     ``promised_ratio`` bounds our median over theirs, ``promised_overhead_us`` the difference.
-    ``calls`` launches are timed together, for what is shorter than a clock's tick is worth.
+    ``calls`` launches are timed together, so that reading the clock does not count; few enough
+    that most samples end before the system takes the processor away. ``turns`` samples are taken
+    a round.
     """
 
     case: str
@@ -35,6 +37,7 @@ class Pair:
     our_result: Callable[[], torch.Tensor]
     their_result: Callable[[], torch.Tensor]
     calls: int = 1
+    turns: int = 1
     promised_ratio: float | None = None
     promised_overhead_us: float | None = None
 
@@ -48,7 +51,7 @@ class Measurement:
     baseline: str
     ours_us: float
     theirs_us: float
-    rounds: int
+    samples: int
     promised_ratio: float | None
     promised_overhead_us: float | None
 
@@ -81,10 +84,8 @@ class Measurement:
         return None
 
 
-def measure(
-    subject: str, pair: Pair, rounds: int, tick: Callable[[], None] = lambda: None
-) -> Measurement:
-    """Time both calls of a pair ``rounds`` times in turns; the first to go alternates.
+def measure(subject: str, pair: Pair, rounds: int) -> Measurement:
+    """Time both calls of a pair in turns, ``rounds`` times its own; the first to go alternates.
 
     Raises:
         CommandError: if the two results differ: no time of a wrong result is worth telling.
@@ -94,18 +95,17 @@ def measure(
         pair.theirs()
     _require_equal(subject, pair)
     samples: dict[bool, list[float]] = {True: [], False: []}
-    for index in range(rounds):
+    for index in range(rounds * pair.turns):
         for is_ours in (True, False) if index % 2 == 0 else (False, True):
             call = pair.ours if is_ours else pair.theirs
             samples[is_ours].append(_time_us(call, pair.calls))
-        tick()
     return Measurement(
         subject,
         pair.case,
         pair.baseline,
         statistics.median(samples[True]),
         statistics.median(samples[False]),
-        rounds,
+        len(samples[True]),
         pair.promised_ratio,
         pair.promised_overhead_us,
     )
@@ -135,7 +135,8 @@ def matmul_execute() -> Iterator[Pair]:
             lambda: torch.matmul(a, b, out=theirs),
             lambda: ours,
             lambda: theirs,
-            calls=200,
+            calls=20,
+            turns=10,
             promised_overhead_us=15.0,
         )
 
