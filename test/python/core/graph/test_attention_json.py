@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -357,3 +358,39 @@ def test_hostile_forms_are_refused(name: str) -> None:
         fill_from_dict(graph, document)
         graph.validate()
     assert fragment in str(caught.value)
+
+
+STRANGE = [None, True, -1, 0, 1, 3, 2**63, 10**400, 1.5, "", "inf", "q", [], {}, [0, 0, 0, 0]]
+
+
+def mutated(node: Any, random: Random) -> Any:
+    """``node`` with one entry somewhere inside replaced, removed or doubled."""
+    if not isinstance(node, dict | list) or not node or random.random() < 0.15:
+        return random.choice(STRANGE)
+    key = random.choice(list(node) if isinstance(node, dict) else range(len(node)))
+    changed = node.copy()
+    if random.random() < 0.1:
+        del changed[key]
+    elif isinstance(changed, list) and random.random() < 0.1:
+        changed.append(changed[key])
+    else:
+        changed[key] = mutated(changed[key], random)
+    return changed
+
+
+@pytest.mark.parametrize("declare", GRAPHS)
+def test_strange_forms_raise_nothing_but_graph_errors(
+    declare: Callable[[DeclaredGraph], None],
+) -> None:
+    """Each form is read and validated, or refused; a few are harmless and stay right."""
+    random = Random(20_205)
+    document = json.loads(text_of(declare))
+    refused = 0
+    for _ in range(300):
+        graph = DeclaredGraph()
+        try:
+            fill_from_dict(graph, mutated(document, random))
+            graph.validate()
+        except GraphError:
+            refused += 1
+    assert refused > 100
