@@ -95,20 +95,34 @@ class BoundProgram:
         forward, backward = self._modifier.forward, self._modifier.backward
         known = self._known(scores, block, first_batch)
         if backward is None:
-            with torch.enable_grad():
-                leaf = scores.detach().requires_grad_()
-                known[forward.source] = leaf
-                result = self._run(forward, known, leaf, block, first_batch)
-                result = result.to(leaf.dtype).expand(leaf.shape)
-                if not result.requires_grad:
-                    return torch.zeros_like(scores)
-                (found,) = torch.autograd.grad(result, leaf, incoming, allow_unused=True)
-            return torch.zeros_like(scores) if found is None else found.contiguous()
+            return self._derived(forward, known, scores, incoming, block, first_batch)
         known[backward.source] = scores
         if backward.gradient is not None:
             known[backward.gradient] = incoming
         result = self._run(backward, known, scores, block, first_batch)
         return self._dense(result, scores)
+
+    def _derived(
+        self,
+        program: _Program,
+        known: dict[int, Any],
+        scores: Tensor,
+        incoming: Tensor,
+        block: Block,
+        first_batch: int,
+    ) -> Tensor:
+        """The gradient by autograd, in whatever mode the caller is."""
+        with torch.inference_mode(False), torch.enable_grad():
+            # Tensors of inference mode cannot be saved for a backward; their copies can.
+            known = {key: entry.clone() for key, entry in known.items()}
+            leaf = scores.clone().requires_grad_()
+            known[program.source] = leaf
+            result = self._run(program, known, leaf, block, first_batch)
+            result = result.to(leaf.dtype).expand(leaf.shape)
+            if not result.requires_grad:
+                return torch.zeros_like(scores)
+            (found,) = torch.autograd.grad(result, leaf, incoming.clone(), allow_unused=True)
+        return torch.zeros_like(scores) if found is None else found.contiguous()
 
     def _dense(self, result: Tensor, scores: Tensor) -> Tensor:
         result = result.to(scores.dtype).expand(scores.shape)

@@ -333,6 +333,43 @@ def test_mxfp8_scales_beyond_a_length_may_be_nan(ways):
     ways.close("O", found["O"], expected["O"], 5e-6)
 
 
+def test_mxfp8_paged(ways):
+    """Pages of 32 tokens and the pages of their scales."""
+    axes = {"q": 3, "k": 3, "v": 2}
+    operands, scales = mx_problem(11, E4M3, axes)
+    values = {port: spread(operands[port], scales[f"descale_{port}"], axes[port]) for port in axes}
+    order = torch.tensor([[4, 0, 2], [3, 5, 9]], dtype=torch.int32)
+    for port in ("k", "v"):
+        pages = torch.full((6, 2, 32, operands[port].shape[3]), math.nan)
+        for b in range(2):
+            for entry in range(3 - b):
+                tokens = operands[port][b, :, entry * 32 : (entry + 1) * 32].float()
+                pages[order[b, entry], :, : tokens.shape[1]] = tokens
+        step = 32 if port == "k" else 1
+        stored = scales[f"descale_{port}"].view(torch.uint8)
+        page_scales = torch.full((6, 2, step, stored.shape[3]), 255, dtype=torch.uint8)
+        for b in range(2):
+            for entry in range(3 - b):
+                rows = stored[b, :, entry * step : (entry + 1) * step]
+                page_scales[order[b, entry], :, : rows.shape[1]] = rows
+        operands[port] = pages.to(E4M3)
+        scales[f"descale_{port}"] = page_scales.view(torch.float8_e8m0fnu)
+    used = [70, 50]
+    lengths = torch.tensor(used, dtype=torch.int32).view(2, 1, 1, 1)
+    tables = {f"paged_attention_{side}_table": order.view(2, 1, 3, 1) for side in "kv"}
+    found = ways.run(
+        "sdpa_mxfp8",
+        {**operands, **scales, **tables, "seq_len_q": lengths * 0 + 33, "seq_len_kv": lengths},
+        use_padding_mask=True,
+        attn_scale=0.125,
+        paged_attention_max_seq_len_kv=70,
+        outputs={"O": torch.float32},
+    )
+    rule = ways.Rule(scale=0.125, len_kv=used)
+    expected = ways.reference(values["q"], values["k"], values["v"], rule)
+    ways.close("O", found["O"], expected["O"], 5e-6)
+
+
 def test_mxfp8_declines_packed_operands(bench):
     axes = {"q": 3, "k": 3, "v": 2}
     operands, scales = mx_problem(9, E4M3, axes)

@@ -80,6 +80,24 @@ def test_forward_and_derived_gradient(ways, name, causal):
         ways.close(port, value, gradients[port], FLOAT32)
 
 
+def test_derived_gradient_in_inference_mode(bench):
+    program = Program("relative")
+    results = []
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            q, k, v, d_o = problem(6)
+            stats = torch.zeros(2, 4, 9, 1)
+            extra = {name: tensor.clone() for name, tensor in program.extra.items()}
+            found = bench.run(
+                "sdpa_backward",
+                {"q": q, "k": k, "v": v, "o": d_o, "dO": d_o, "stats": stats},
+                program=program,
+                extra=extra,
+            )
+            results.append({port: value.clone() for port, value in found.items()})
+    assert all(torch.equal(results[0][port], results[1][port]) for port in results[0])
+
+
 def test_given_gradient_program_is_used(ways):
     """A gradient program that is wrong on purpose shows that it is what runs."""
     program = Program("soft_cap")
