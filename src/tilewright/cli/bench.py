@@ -70,13 +70,14 @@ def execute(arguments: argparse.Namespace) -> ExitCode:
         _require_matplotlib()
     from tilewright.cli.subjects import SUBJECTS, measure
 
+    # Before the measurement, whose own load is no news.
+    header = _header(names, arguments.rounds)
     measurements: list[Measurement] = []
     with _progress(len(names), quiet=arguments.json) as advance:
         for name in names:
             for pair in SUBJECTS[name]():
                 measurements.append(measure(name, pair, arguments.rounds))
             advance(name)
-    header = _header(names, arguments.rounds)
     if arguments.csv is not None:
         with files.atomic_writer(arguments.csv) as file:
             file.write(csv_text(header, measurements).encode())
@@ -125,7 +126,7 @@ def draw(header: dict[str, Any], measurements: Sequence[Measurement]) -> bytes:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.9 * max(ratios))
     axes.set_xlabel("our time over PyTorch's (median of interleaved rounds)")
-    axes.set_title(f"{header['device']}\n{header['versions']}", fontsize=8)
+    axes.set_title(f"{header['device']}, {header['clock']}\n{header['versions']}", fontsize=8)
     figure.tight_layout()
     image = io.BytesIO()
     # No date or version in the file: equal measurements give equal bytes.
@@ -152,6 +153,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
 
 def _header(names: Sequence[str], rounds: int) -> dict[str, Any]:
     from tilewright.cli import machine
+    from tilewright.cli.subjects import uses_processor_time
 
     devices = machine.cuda_devices()
     found = machine.versions()
@@ -159,6 +161,8 @@ def _header(names: Sequence[str], rounds: int) -> dict[str, Any]:
     return {
         "device": devices[0]["name"] if devices else machine.describe_cpu(),
         "versions": versions,
+        "load": machine.load(),
+        "clock": "processor time" if uses_processor_time() else "wall clock",
         "command": f"tilewright bench {' '.join(names)} --rounds {rounds}",
     }
 
@@ -177,7 +181,7 @@ def _print(header: dict[str, Any], measurements: Sequence[Measurement]) -> None:
         for m in measurements
     ]
     output.print_table(
-        f"{header['device']}; {header['versions']}",
+        "; ".join(header[key] for key in ("device", "versions", "load", "clock")),
         ("subject", "case", "ours us", "torch us", "ratio", "difference us", "promised"),
         rows,
         numeric=("ours us", "torch us", "ratio", "difference us"),

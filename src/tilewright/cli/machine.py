@@ -53,6 +53,13 @@ def memory_bytes() -> int | None:
         return None
 
 
+def load() -> str:
+    """What else the machine does, as its load average; a measurement's reader wants to know."""
+    if not hasattr(os, "getloadavg"):
+        return "load unknown"
+    return f"load average {os.getloadavg()[0]:.1f}"
+
+
 def system() -> str:
     """The operating system and the architecture, without the machine's name."""
     return f"{platform.system()} {platform.machine()}"

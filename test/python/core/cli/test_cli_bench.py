@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_a_result_that_differs_is_not_timed() -> None:
     assert len(log) == 6
 
 
+def test_the_clock_stands_still_while_another_process_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subjects, "uses_processor_time", lambda: True)
+    assert subjects._time_us(lambda: time.sleep(0.05), 1) < 25_000
+    monkeypatch.setattr(subjects, "uses_processor_time", lambda: False)
+    assert subjects._time_us(lambda: time.sleep(0.05), 1) >= 50_000
+
+
 def test_promises() -> None:
     base = Measurement("s", "c", "b", 30.0, 20.0, 9, None, None)
     assert (base.is_kept, base.promise) == (None, "")
@@ -109,8 +119,10 @@ def test_the_table_and_the_picture_are_written(small: None, run: Runner, tmp_pat
     lines = table.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("# device: ")
     assert lines[1].startswith("# versions: tilewright ")
-    assert lines[2] == "# command: tilewright bench sdpa --rounds 2"
-    rows = list(csv.DictReader(lines[3:]))
+    assert lines[2].startswith("# load: load ")
+    assert lines[3] in ("# clock: processor time", "# clock: wall clock")
+    assert lines[4] == "# command: tilewright bench sdpa --rounds 2"
+    rows = list(csv.DictReader(lines[5:]))
     assert [row["case"] for row in rows] == ["case", "second [case]"]
     assert [row["kept"] for row in rows] == ["yes", ""]
     assert float(rows[0]["ours_us"]) > 0
