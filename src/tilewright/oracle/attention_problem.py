@@ -306,7 +306,7 @@ def softmax(problem: Problem, block: Block, raw: torch.Tensor, visible: torch.Te
         row_max = torch.where(live & (row_max < sink), sink, row_max)
     # exp(-inf - -inf) would be NaN; against 0 it is 0.
     shift = torch.where(row_max == NEGATIVE_INFINITY, 0.0, row_max)
-    exponentials = torch.where(visible, torch.exp(scores - shift), 0.0)
+    exponentials = torch.exp(scores - shift)
     sum_exp = exponentials.sum(dim=1, keepdim=True)
     if sink is not None:
         sum_exp = sum_exp + torch.where(live, torch.exp(sink - shift), 0.0)

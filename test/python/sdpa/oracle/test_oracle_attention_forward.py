@@ -202,6 +202,8 @@ def test_alibi_adds_slope_times_distance(bottom_right: bool) -> None:
     found = attention.forward(q, k, v, alibi=True, bottom_right=bottom_right, **lengths)
     expected = attention.forward(q, k, v, bias=bias, bottom_right=bottom_right, **lengths)
     assert_close(found.output, expected.output, tol=_TOL)
+    # A shift of a whole row shows in Stats only.
+    assert_close(found.stats, expected.stats, tol=_TOL)
 
 
 def test_sink_joins_the_denominator() -> None:
