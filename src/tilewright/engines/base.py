@@ -6,7 +6,6 @@ without importing it; only ``propose`` and ``build`` need its code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,8 @@ from tilewright.launch.workspace import WorkspacePlan
 
 if TYPE_CHECKING:
     import torch
+
+    from tilewright.launch.binder import Binding
 
 Knobs = tuple[tuple[knob_type, int], ...]
 
@@ -33,15 +34,25 @@ class Proposal:
     numeric_notes: frozenset[numeric_note] = frozenset()
 
 
+class Launchable(Protocol):
+    """A frame: one call's bound operands and the work on them."""
+
+    plan_name: str
+
+    def launch(self, stream: Any = None) -> None:
+        """Run on ``stream``, default the device's current one."""
+
+
 class Executable(Protocol):
     """A built plan. Immutable: concurrent calls share it and nothing else."""
 
     workspace: WorkspacePlan
 
-    def prepare(
-        self, views: Sequence[torch.Tensor], workspace: torch.Tensor | None
-    ) -> Callable[[], None]:
-        """The work of one call on bound views (slot order: inputs, then outputs)."""
+    def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> Launchable:
+        """One call on bound operands (slot order: inputs, then outputs).
+
+        ``keep`` holds the caller's buffers, which live as long as the frame.
+        """
 
 
 class Engine(Protocol):

@@ -247,6 +247,11 @@ def workspace_view(workspace: Any, size_bytes: int, device: torch.device) -> tor
     return (flat if flat.dtype is torch.uint8 else flat.view(torch.uint8))[:size_bytes]
 
 
+def workspace_pointer(workspace: Any) -> int:
+    """The address of a workspace that was bound."""
+    return observe(workspace, "workspace").pointer
+
+
 def _written_pairs(
     slots: Sequence[Slot], in_place: frozenset[tuple[int, int]]
 ) -> tuple[tuple[int, int, bool], ...]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from tilewright.engines.base import Engine, Executable, load_engine
+from tilewright.engines.base import Engine, Executable, Launchable, load_engine
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.launch.binder import Binder, VariantPack, workspace_view
-from tilewright.launch.frames import Frame
+from tilewright.launch.binder import Binder, VariantPack
 from tilewright.launch.slots import in_place_pairs, make_slots
 from tilewright.planning.plans import Plan
 from tilewright.planning.table import engine_by_id
@@ -37,15 +36,11 @@ class BuiltPlan:
             workspace_bytes=self.workspace_bytes,
         )
 
-    def bind(self, pack: VariantPack, workspace: Any = None) -> Frame:
+    def bind(self, pack: VariantPack, workspace: Any = None) -> Launchable:
         """Check a call and bind it; nothing is written before ``Frame.launch``.
 
         Raises:
             BindingError: if an operand or the workspace does not fit.
         """
         binding = self.binder.bind(pack, workspace)
-        scratch = None
-        if self.workspace_bytes:
-            scratch = workspace_view(workspace, self.workspace_bytes, self.device)
-        run = self.executable.prepare(binding.views, scratch)
-        return Frame(run, self.device, self.plan.name, (pack, binding, workspace))
+        return self.executable.frame(binding, workspace, self.plan.name, (pack, workspace))

@@ -16,7 +16,7 @@ from tilewright.planning.devices import DeviceProperties, device_properties
 from tilewright.planning.plans import EngineVerdict, Plan, propose_plans
 
 if TYPE_CHECKING:
-    from tilewright.launch.frames import Frame
+    from tilewright.engines.base import Launchable
     from tilewright.planning.built import BuiltPlan
 
 
@@ -170,7 +170,7 @@ class Graph(CallableGraph):
             built = self._active_plan()
         built.bind(variant_pack, workspace).launch(self._stream(handle))
 
-    def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Frame:
+    def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Launchable:
         """Check a call and return its frame; ``frame.launch(stream)`` is the hot path.
 
         Raises:

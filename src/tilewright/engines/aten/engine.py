@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation
 from tilewright.graph.shapes import span_elements
 from tilewright.graph.tensor import Tensor
+from tilewright.launch.binder import Binding, workspace_view
+from tilewright.launch.frames import Frame
 from tilewright.launch.workspace import Piece, WorkspacePlan, plan_workspace
 from tilewright.torch_dtypes import to_torch
 
@@ -72,6 +75,7 @@ class AtenExecutable:
     """The kernels of a graph in order, and where each finds its operands."""
 
     def __init__(self, graph: DeclaredGraph, device: torch.device) -> None:
+        self._device = device
         bound = [*graph.inputs(), *graph.outputs()]
         virtual = graph.virtual_tensors()
         position = {tensor.uid: i for i, tensor in enumerate([*bound, *virtual])}
@@ -100,13 +104,14 @@ class AtenExecutable:
             for operation, kernel in _prepare_steps(graph, device)
         )
 
-    def prepare(
-        self, views: Sequence[torch.Tensor], workspace: torch.Tensor | None
-    ) -> Callable[[], None]:
-        """The work of one call: each kernel with its operands by port."""
-        places: Sequence[torch.Tensor] = views
+    def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> Frame:
+        """One call: each kernel with its operands by port."""
+        return Frame(self._work(binding.views, workspace), self._device, plan_name, keep)
+
+    def _work(self, places: list[torch.Tensor], workspace: Any) -> Callable[[], None]:
         if self._virtual:
-            places = [*views, *(_carve(entry, workspace) for entry in self._virtual)]
+            scratch = workspace_view(workspace, self.workspace.size_bytes, self._device)
+            places = [*places, *(_carve(entry, scratch) for entry in self._virtual)]
         if len(self._steps) == 1:
             step = self._steps[0]
             kernel = step.kernel

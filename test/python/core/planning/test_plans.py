@@ -14,8 +14,8 @@ import tilewright as tw
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Proposal
 from tilewright.launch.workspace import plan_workspace
-from tilewright.planning import plans, selection, table
 from tilewright.planning import graph as graph_module
+from tilewright.planning import plans, selection, table
 from tilewright.planning.rows import CapabilityRow
 from tilewright.planning.table import ENGINE_TABLE, EngineEntry
 
@@ -49,11 +49,13 @@ class StubEngine:
         ]
 
     def build(self, graph: Any, device: Any, knobs: Any) -> Any:
-        def prepare(views: Any, workspace: Any) -> Any:
-            return lambda: self.launched.append(knobs)
+        def frame(binding: Any, workspace: Any, plan_name: str, keep: Any) -> Any:
+            return types.SimpleNamespace(
+                plan_name=plan_name, launch=lambda stream=None: self.launched.append(knobs)
+            )
 
         workspace = plan_workspace([("scratch", self.workspace_bytes)])
-        return types.SimpleNamespace(workspace=workspace, prepare=prepare)
+        return types.SimpleNamespace(workspace=workspace, frame=frame)
 
 
 @pytest.fixture

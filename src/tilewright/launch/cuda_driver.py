@@ -1,0 +1,123 @@
+"""The few driver calls that a prepared launch needs, through ctypes. No compiler, no toolkit.
+
+``cuLaunchKernel`` is called with a parameter block that is packed once; only pointers change
+between calls. Loading is lazy: importing this module needs no GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import Any
+
+from tilewright.errors import LaunchError
+
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# Above this a kernel has to ask for its shared memory.
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The driver library.
+
+    Raises:
+        LaunchError: if this machine has none.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise LaunchError(f"no CUDA driver on this machine: {error}") from error
+    pointer, uint = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *([uint] * 7), pointer, pointer, pointer]
+    library.cuModuleLoadData.argtypes = [pointer, pointer]
+    library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    library.cuGetErrorString.argtypes = [ctypes.c_int, pointer]
+    return library
+
+
+def check(status: int, what: str) -> None:
+    """Raise for a driver status other than success.
+
+    Raises:
+        LaunchError: with the driver's own words.
+    """
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(status, ctypes.byref(text))
+    message = (text.value or b"unknown error").decode()
+    raise LaunchError(f"{what}: CUDA error {status}: {message}")
+
+
+class Module:
+    """Device code loaded into the primary context of one device; kept for the process's life."""
+
+    def __init__(self, image: bytes, name: str, shared_bytes: int, device_index: int) -> None:
+        import torch
+
+        library = driver()
+        # A tensor's allocation makes sure that torch has made the context that is loaded into.
+        with torch.cuda.device(device_index):
+            torch.cuda.current_stream().query()
+            self._module = ctypes.c_void_p()
+            buffer = ctypes.create_string_buffer(image, len(image))
+            check(
+                library.cuModuleLoadData(ctypes.byref(self._module), buffer),
+                f"kernel {name!r}: loading its code",
+            )
+            function = ctypes.c_void_p()
+            check(
+                library.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
+                f"kernel {name!r}: finding its entry",
+            )
+            if shared_bytes > _DEFAULT_SHARED_BYTES:
+                check(
+                    library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
+                    f"kernel {name!r}: {shared_bytes} bytes of shared memory",
+                )
+        self.function: int = function.value or 0
+        self.name = name
+
+
+_modules: dict[tuple[str, int], Module] = {}
+_modules_lock = threading.Lock()
+
+
+def load_module(
+    digest: str, image: bytes, name: str, shared_bytes: int, device_index: int
+) -> Module:
+    """The module of this code on this device, loaded once a process."""
+    key = (digest, device_index)
+    with _modules_lock:
+        if key not in _modules:
+            _modules[key] = Module(image, name, shared_bytes, device_index)
+        return _modules[key]
+
+
+def current_raw_stream(device_index: int) -> int:
+    """torch's current stream on a device, as the driver knows it."""
+    import torch
+
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+def c_type(triton_type: str) -> Any:
+    """The ctypes type of a kernel argument: "*fp32" and other pointers, "i32", "i64", "fp32"."""
+    if triton_type.startswith("*"):
+        return ctypes.c_uint64
+    return _C_TYPES[triton_type]
+
+
+_C_TYPES: dict[str, Any] = {
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
