@@ -24,7 +24,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.tensor import Tensor as TensorRecord
 
 Tensor = torch.Tensor
-_aten = torch.ops.aten
+_backward_function = torch.ops.aten.native_batch_norm_backward.default
 
 
 @implements_dense("batchnorm")
@@ -107,7 +107,7 @@ def prepare_batchnorm_backward(operation: Any, device: torch.device) -> Kernel:
         return run_empty
 
     def run(inputs: Operands, outputs: Operands) -> None:
-        dx, dscale, dbias = _aten.native_batch_norm_backward(
+        dx, dscale, dbias = _backward_function(
             load(inputs, "grad"),
             load(inputs, "input"),
             load(inputs, "scale").reshape(channels),

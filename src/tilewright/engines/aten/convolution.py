@@ -27,7 +27,8 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.tensor import Tensor as TensorRecord
 
 Tensor = torch.Tensor
-_aten = torch.ops.aten
+# The overload itself: finding it at each call would cost microseconds.
+_backward_function = torch.ops.aten.convolution_backward.default
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class Geometry:
     extra: tuple[tuple[int, int], ...]
 
     @property
-    def no_output_padding(self) -> list[int]:
-        """Zeros, one a spatial axis."""
-        return [0] * len(self.stride)
+    def arguments(self) -> tuple[Any, ...]:
+        """What ATen's functions take after their tensors; no output padding, not transposed."""
+        zeros = [0] * len(self.stride)
+        return (self.stride, self.padding, self.dilation, False, zeros, self.groups)
 
     def padded(self, extent: Sequence[int]) -> tuple[int, ...]:
         """Spatial extents of an image after the padding that ATen does not do."""
@@ -77,20 +79,11 @@ def prepare_conv_fprop(operation: Any, device: torch.device) -> Kernel:
     dtype = _arithmetic_dtype(device, image, weight, out)
     load_image = casts.loader(image, dtype, device)
     load_weight = casts.loader(weight, dtype, device)
+    arguments = geometry.arguments
 
     def compute(inputs: Operands) -> Tensor:
-        result: Tensor = _aten.convolution(
-            geometry.pad(load_image(inputs["image"])),
-            load_weight(inputs["weight"]),
-            None,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            False,
-            geometry.no_output_padding,
-            geometry.groups,
-        )
-        return result
+        x = geometry.pad(load_image(inputs["image"]))
+        return torch.convolution(x, load_weight(inputs["weight"]), None, *arguments)
 
     return _finish(compute, (image, weight), out)
 
@@ -149,17 +142,12 @@ def _backward(
     geometry: Geometry,
     wanted: tuple[bool, bool, bool],
 ) -> Sequence[Tensor]:
-    result: Sequence[Tensor] = _aten.convolution_backward(
+    result: Sequence[Tensor] = _backward_function(
         gradient,
         image,
         weight,
         None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        geometry.no_output_padding,
-        geometry.groups,
+        *geometry.arguments,
         wanted,
     )
     return result

@@ -29,6 +29,7 @@ from tilewright.engines.aten.registry import Kernel, Operands
 from tilewright.graph.tensor import Tensor as TensorRecord
 
 Tensor = torch.Tensor
+_fused_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 @implements_dense("layernorm_backward", "instancenorm_backward", "adalayernorm_backward")
@@ -44,7 +45,7 @@ def prepare_layernorm_backward(operation: Any, device: torch.device) -> Kernel:
 
         def run_fused(inputs: Operands, outputs: Operands) -> None:
             weight = load(inputs, "scale").reshape(shape)
-            dx, dscale, dbias = torch.ops.aten.native_layer_norm_backward(
+            dx, dscale, dbias = _fused_backward(
                 load(inputs, "grad"),
                 load(inputs, "input"),
                 shape,

@@ -140,10 +140,14 @@ def _leaky_relu(p: PointwiseParameters) -> Callable[..., Any]:
 
 def _relu_direct(p: PointwiseParameters) -> Callable[..., Any]:
     if not _relu_is_clamp(p):
-        return lambda x, out: out.copy_(_relu(p, (x,)))
+        return lambda x, out: out.copy_(_relu(p, (_at_least_float32(x),)))
     if p.upper_clip == math.inf:
         return lambda x, out: torch.clamp_min(x, p.lower_clip, out=out)
     return lambda x, out: torch.clamp(x, p.lower_clip, p.upper_clip, out=out)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.float32) if x.element_size() < 4 else x
 
 
 def _relu_is_clamp(p: PointwiseParameters) -> bool:
@@ -181,7 +185,7 @@ def _swish(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 
 def _swish_direct(p: PointwiseParameters) -> Callable[..., Any]:
     if p.swish_beta != 1.0:
-        return lambda x, out: out.copy_(_swish(p, (x,)))
+        return lambda x, out: out.copy_(_swish(p, (_at_least_float32(x),)))
 
     def function(x: Tensor, out: Tensor) -> None:
         _nn.silu(torch.clamp_min(x, -_GATE_IS_CONSTANT_FROM, out=out), out=out)
@@ -242,9 +246,13 @@ def _gen_index(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 
 def _gelu(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
     (x,) = a
-    result = torch.nn.functional.gelu(x.clamp_min(-_GATE_IS_CONSTANT_FROM))
-    # ATen's oneDNN path for gelu gives NaN at infinity.
-    return torch.where(x == torch.inf, x, result)
+    if x.device.type != "cpu":
+        return torch.nn.functional.gelu(x.clamp_min(-_GATE_IS_CONSTANT_FROM))
+    # ATen's oneDNN path gives NaN at infinity, so what is above the limit is added afterwards:
+    # there gelu(x) is x.
+    held = x.clamp(-_GATE_IS_CONSTANT_FROM, _GATE_IS_CONSTANT_FROM)
+    above = torch.sub(x, held).clamp_min_(0.0)
+    return torch.nn.functional.gelu(held).add_(above)
 
 
 def _unary(function: Callable[..., Tensor], *, is_exact: bool = True) -> Mode:
@@ -295,9 +303,9 @@ _MODES: dict[str, Mode] = {
     "sqrt": _unary(torch.sqrt, is_exact=False),
     "tan": _unary(torch.tan),
     "tanh": _unary(torch.tanh),
-    "relu": Mode(1, _relu, _relu_direct),
+    "relu": Mode(1, _relu, _relu_direct, True),
     "leaky_relu": _through(_leaky_relu, False),
-    "swish": Mode(1, _swish, _swish_direct),
+    "swish": Mode(1, _swish, _swish_direct, True),
     "add": _binary(torch.add),
     "sub": _binary(torch.sub),
     "mul": _binary(torch.mul),
