@@ -10,6 +10,8 @@ For query head h, which reads KV head g = h // (Hq / Hkv):
     dS = P * (dP - D)         dBias += dS              dsink_h -= sum exp(sink_h - Stats) * D
     dQ = scale * dS' K_g      dK_g += scale * dS'^T Q_h,   dS' = dS through score_mod
 
+A loss that reads Stats as well adds P * dStats to dS: D - dStats stands for D everywhere.
+
 Sources: Vaswani et al. 2017 (arXiv:1706.03762); Dao et al. 2022 (arXiv:2205.14135) for D; Press et
 al. 2021 (arXiv:2108.12409) for ALiBi and its slopes.
 
@@ -116,6 +118,7 @@ def backward(
     *,
     output: torch.Tensor | HeadSource | None = None,
     stats: torch.Tensor | None = None,
+    d_stats: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionGradients:
     """Gradients of `forward`'s output, given dO (B, Hq, Sq, Dv).
@@ -124,6 +127,7 @@ def backward(
         output, stats: The forward's results (natural log). Those that are given are used as they
             are, so that the result is what the gradient formulas make of rounded ones; those that
             are not are computed in float64.
+        d_stats: The gradient of a loss that reads Stats too, (B, Hq, Sq, 1); D becomes D - dStats.
 
     Keyword options are the fields of `AttentionOptions`; with `score_mod` a `score_mod_gradient`
     is needed.
@@ -131,7 +135,7 @@ def backward(
     problem = Problem(q, k, v, AttentionOptions(**options))
     gradient = HeadSource.of(d_o)
     saved = None if output is None else HeadSource.of(output)
-    products = Products(problem.q, problem.k, gradient, gradient, gradient, saved, stats)
+    products = Products(problem.q, problem.k, gradient, gradient, gradient, saved, stats, d_stats)
     return gradients(problem, products)
 
 
@@ -139,7 +143,8 @@ class Products(NamedTuple):
     """The operands of each product of the backward, which differ where each is quantized apart.
 
     `d_p_gradient` meets V in dP, `d_v_gradient` meets P in dV, and `dot_gradient` meets `output`
-    (None: recomputed) in D; `d_k_query` and `d_q_key` meet dS. `stats` None is recomputed.
+    (None: recomputed) in D; `d_k_query` and `d_q_key` meet dS. `stats` None is recomputed, and
+    `d_stats` None is 0.
     """
 
     d_k_query: HeadSource
@@ -149,6 +154,7 @@ class Products(NamedTuple):
     dot_gradient: HeadSource
     output: HeadSource | None
     stats: torch.Tensor | None
+    d_stats: torch.Tensor | None = None
 
 
 def gradients(problem: Problem, products: Products) -> AttentionGradients:
@@ -181,6 +187,8 @@ def gradients(problem: Problem, products: Products) -> AttentionGradients:
         else:
             paired = products.dot_gradient.read(*here)[rows] * products.output.read(*here)[rows]
             row_dot = paired.sum(dim=1, keepdim=True)
+        if products.d_stats is not None:
+            row_dot = row_dot - to_float64(products.d_stats[at]).reshape(-1, 1)
         d_scores = torch.where(visible, probabilities * (d_p - row_dot), 0.0)
         if d_bias is not None:
             _accumulate(problem, d_bias, block, d_scores)

@@ -159,6 +159,40 @@ def test_sink_gradient() -> None:
         _check(attention.backward(q, k, v, d_o, scale=0.6, sink=sink, **saved, **rules), expected)
 
 
+def test_rows_whose_given_stats_are_minus_infinity_are_dead() -> None:
+    q, k, v, d_o = _operands()
+    forward = attention.forward(q, k, v, scale=0.6)
+    stats = forward.stats.clone()
+    stats[0, 1, 2] = -math.inf
+    found = attention.backward(q, k, v, d_o, output=forward.output, stats=stats, scale=0.6)
+    assert (found.d_q[0, 1, 2] == 0).all()
+    d_o[0, 1, 2] = 0.0
+    expected = attention.backward(
+        q, k, v, d_o, output=forward.output, stats=forward.stats, scale=0.6
+    )
+    assert_close(found.d_v, expected.d_v, tol=_TOL)
+
+
+def test_a_loss_on_stats() -> None:
+    q, k, v, d_o = _operands()
+    sink, d_stats = _randn(4, seed=6), _randn(2, 4, 6, 1, seed=7)
+    leaves = [t.clone().requires_grad_(True) for t in (q, k, sink)]
+    scores = 0.6 * torch.einsum("bhid,bhjd->bhij", leaves[0], leaves[1].repeat_interleave(2, 1))
+    column = leaves[2].reshape(1, 4, 1, 1).expand(2, 4, 6, 1)
+    stats = torch.cat((scores, column), -1).logsumexp(-1, keepdim=True)
+    expected = torch.autograd.grad(stats, leaves, d_stats)
+    zero = torch.zeros_like(d_o)
+    found = attention.backward(q, k, v, zero, d_stats=d_stats, scale=0.6, sink=sink, row_block=4)
+    got = (found.d_q, found.d_k, found.d_sink)
+    for gradient, want in zip(got, expected, strict=True):
+        assert gradient is not None
+        assert_close(gradient, want, tol=_TOL)
+    assert (found.d_v == 0).all()
+    both = attention.backward(q, k, v, d_o, d_stats=d_stats, scale=0.6, sink=sink)
+    alone = attention.backward(q, k, v, d_o, scale=0.6, sink=sink)
+    assert_close(both.d_q, alone.d_q + found.d_q, tol=_TOL)
+
+
 def test_dropout_gradients() -> None:
     from tilewright.oracle.philox import dropout_keep
 

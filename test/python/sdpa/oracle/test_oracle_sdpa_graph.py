@@ -10,7 +10,14 @@ import torch
 
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.oracle import assert_close, attention, evaluate, layout, visible_keys
+from tilewright.oracle import (
+    assert_close,
+    attention,
+    attention_problem,
+    evaluate,
+    layout,
+    visible_keys,
+)
 
 pytestmark = pytest.mark.L0
 
@@ -330,8 +337,11 @@ def test_pages_with_independent_tables_and_poisoned_free_rows() -> None:
     assert_close(stats, expected.stats, tol=_TOL)
 
 
-def test_a_score_program_with_indices_and_an_external_tensor() -> None:
-    """A relative bias made of gen_index, a tensor a head, and a causal select."""
+def test_a_score_program_with_indices_and_an_external_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A relative bias made of gen_index, a tensor a head, and a causal select; in small blocks."""
+    monkeypatch.setattr(attention_problem, "BLOCK_BYTES", 2 * _SKV * 8)
     buffers = _operands()
     slopes = _randn(1, _HQ, 1, 1, seed=7)
     graph = DeclaredGraph(io_data_type="DOUBLE", intermediate_data_type="DOUBLE")
@@ -340,7 +350,7 @@ def test_a_score_program_with_indices_and_an_external_tensor() -> None:
 
     def score_mod(inner: Any, score: Any) -> Any:
         row, col = inner.gen_index(score, axis=2), inner.gen_index(score, axis=3)
-        distance = inner.sub(col, row)
+        distance = inner.sub(inner.sub(col, row), inner.gen_index(score, axis=1))
         biased = inner.add(score, inner.mul(distance, slope))
         seen = inner.cmp_le(col, row)
         return inner.binary_select(biased, inner.tensor_scalar(-1e30), seen)
@@ -354,9 +364,8 @@ def test_a_score_program_with_indices_and_an_external_tensor() -> None:
     pack = {records[name].uid: t for name, t in buffers.items()}
     found = evaluate(graph, {**pack, slope.uid: slopes})[output.uid]
     rows, cols = torch.arange(_SQ)[:, None], torch.arange(_SKV)[None, :]
-    expected = attention.forward(
-        **buffers, scale=0.5, bias=slopes * (cols - rows), right_bound=0, row_block=2
-    )
+    bias = slopes * (cols - rows - torch.arange(_HQ).reshape(1, _HQ, 1, 1))
+    expected = attention.forward(**buffers, scale=0.5, bias=bias, right_bound=0, row_block=_SQ)
     assert_close(found, expected.output, tol=_TOL)
 
 
