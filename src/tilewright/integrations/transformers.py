@@ -138,7 +138,7 @@ def attention_mask(
     if shape is None:
         return mask
     causal, left = shape
-    if not causal or q_offset == 0:
+    if q_offset == 0 or (not causal and left is None):
         align = "top_left"
     elif q_offset + q_length == kv_length:
         align = "bottom_right"

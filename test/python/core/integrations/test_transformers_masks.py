@@ -191,16 +191,32 @@ def test_a_pattern_with_an_overlay_stays_a_mask(monkeypatch: pytest.MonkeyPatch)
     assert "mask" in attend(monkeypatch, mask, 7, 7)
 
 
+def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
+    """Has the name and the closure of the function in Transformers, and another meaning."""
+
+    def inner_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return kv > q - 2 * sliding_window
+
+    return inner_mask
+
+
 def test_a_window_of_a_stranger_stays_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
-        def inner_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return kv > q - 2 * sliding_window
-
-        return inner_mask
-
     function = masking_utils.and_masks(sliding_window_overlay(2), CAUSAL)
     mask = make_mask(function, 7, 7, local_size=2)
     assert "mask" in attend(monkeypatch, mask, 7, 7)
+
+
+def test_a_static_cache_that_is_partly_filled_stays_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mask = make_mask(CAUSAL, 3, 12, q_offset=5)
+    assert "mask" in attend(monkeypatch, mask, 3, 12)
+
+
+def test_a_window_in_both_directions_after_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = masking_utils.sliding_window_bidirectional_mask_function(2)
+    mask = make_mask(function, 3, 8, q_offset=5, local_size=2, allow_is_causal_skip=False)
+    assert attend(monkeypatch, mask, 3, 8) == {"align": "bottom_right", "window": (2, 2), "keys": 8}
 
 
 @pytest.mark.parametrize("inference", [False, True])
