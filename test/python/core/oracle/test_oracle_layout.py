@@ -92,6 +92,15 @@ def test_ragged_statistics_head_major_with_a_multiplier() -> None:
     assert found[1, 1, :, 0].tolist() == [5.0, 7.0, 9.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
+def test_ragged_tensors_of_other_types(dtype: torch.dtype) -> None:
+    packed = torch.arange(10).to(torch.float32).to(dtype)
+    found = layout.load(_record((2, 2, 3, 1), (6, 1, 2, 1)), packed, torch.tensor([0, 4, 10]))
+    assert found.dtype == dtype
+    assert found.to(torch.float64)[1, 1, :, 0].tolist() == [5.0, 7.0, 9.0]
+    assert found.to(torch.float64)[0, :, 2].tolist() == [[0.0], [0.0]]
+
+
 def test_a_ragged_end_past_the_storage_is_refused() -> None:
     record = _record((2, 1, 3, 2), (6, 6, 2, 1))
     offsets = torch.tensor([0, 2, 8])
