@@ -54,6 +54,9 @@ class Executable(Protocol):
         ``keep`` holds the caller's buffers, which live as long as the frame.
         """
 
+    def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
+        """``frame(...).launch(stream)`` without the frame."""
+
 
 class Engine(Protocol):
     """Code that can run a class of graphs."""

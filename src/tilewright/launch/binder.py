@@ -8,7 +8,6 @@ that the caller's own view covers bounds what may be touched.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +23,15 @@ from tilewright.torch_dtypes import from_torch
 VariantPack = Mapping[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
 class Binding:
-    """One call's operands, slot by slot: a torch view, and the byte range it covers."""
+    """One call's operands, slot by slot: a torch view, and the byte range [start, stop)."""
 
-    views: list[torch.Tensor]
-    starts: list[int]
-    stops: list[int]
+    __slots__ = ("starts", "stops", "views")
+
+    def __init__(self, views: list[torch.Tensor], starts: list[int], stops: list[int]) -> None:
+        self.views = views
+        self.starts = starts
+        self.stops = stops
 
 
 class Binder:
@@ -49,10 +50,32 @@ class Binder:
         self.device = device
         self.workspace_bytes = workspace_bytes
         self._virtual_uids = dict(virtual_uids or {})
-        self._by_name: dict[str, int | None] = {}
-        for slot in self.slots:
-            if slot.name:
-                self._by_name[slot.name] = None if slot.name in self._by_name else slot.uid
+        # Uid or name -> slot number; a name that several slots bear is no key.
+        self._positions: dict[Any, int] = {slot.uid: i for i, slot in enumerate(self.slots)}
+        names = [slot.name for slot in self.slots if slot.name]
+        self._repeated = {name for name in names if names.count(name) > 1}
+        self._positions |= {
+            slot.name: i
+            for i, slot in enumerate(self.slots)
+            if slot.name and slot.name not in self._repeated
+        }
+        # What the common case compares, flat: (dtype, dim, stride, alignment mask, span).
+        self._expected = tuple(
+            (
+                None if slot.is_flat else slot.dtype,
+                slot.dim,
+                slot.stride,
+                slot.alignment_bytes - 1,
+                slot.span_bytes,
+            )
+            for slot in self.slots
+        )
+        # Values of the plan itself: no caller's memory, and nothing writes them.
+        self._defaults = tuple(
+            None if slot.value is None else torch.full(slot.dim, slot.value, dtype=slot.dtype)
+            for slot in self.slots
+        )
+        self._cuda_index = device.index if device.type == "cuda" else None
         self._pairs = _written_pairs(self.slots, in_place)
 
     def bind(self, pack: VariantPack, workspace: Any = None) -> Binding:
@@ -61,33 +84,29 @@ class Binder:
         Raises:
             BindingError: naming the tensor, what was given, what was expected, and the rule.
         """
-        buffers = self._by_uid(pack)
-        device = self.device
+        buffers = self._by_position(pack)
+        cuda_index = self._cuda_index
         views: list[torch.Tensor] = []
         starts: list[int] = []
         stops: list[int] = []
-        for slot in self.slots:
-            buffer = buffers.get(slot.uid)
+        for buffer, (dtype, dim, stride, mask, span) in zip(buffers, self._expected, strict=True):
             # The common case, a torch tensor laid out as declared, takes no detour.
             if (
                 type(buffer) is torch.Tensor
-                and buffer.dtype is slot.dtype
-                and buffer.shape == slot.dim
-                and buffer.stride() == slot.stride
-                and buffer.device == device
+                and buffer.dtype is dtype
+                and buffer.shape == dim
+                and buffer.stride() == stride
+                and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
                 and not buffer.requires_grad
-                and not slot.is_flat
             ):
                 start = buffer.data_ptr()
-                stop = start + slot.span_bytes
+                stop = start + span
                 view = buffer
             else:
-                view, start, stop = self._bind_other(slot, buffer)
-            if start % slot.alignment_bytes and stop != start:
-                raise BindingError(
-                    f"tensor {slot.label}: address {start:#x} is not a multiple of "
-                    f"{slot.alignment_bytes} bytes, the alignment of the declaration"
-                )
+                slot = self.slots[len(views)]
+                view, start, stop = self._bind_other(slot, buffer, self._defaults[len(views)])
+            if start & mask and stop != start:
+                self._refuse_alignment(self.slots[len(views)], start)
             views.append(view)
             starts.append(start)
             stops.append(stop)
@@ -98,40 +117,51 @@ class Binder:
             self._check_workspace(workspace, starts, stops)
         return Binding(views, starts, stops)
 
-    def _by_uid(self, pack: VariantPack) -> dict[int, Any]:
-        buffers: dict[int, Any] = {}
+    def _by_position(self, pack: VariantPack) -> list[Any]:
+        """The pack's buffers in slot order, None where it has none."""
+        buffers: list[Any] = [None] * len(self.slots)
+        positions = self._positions
         for key, buffer in pack.items():
-            if key is None:
+            position = positions.get(key._uid if type(key) is Tensor else key)
+            if position is None or type(key) is bool:
+                self._check_other_key(key)
                 continue
-            if type(key) is Tensor:
-                uid = key.uid
-            elif isinstance(key, str):
-                uid = self._uid_of_name(key)
-            elif isinstance(key, int) and not isinstance(key, bool):
-                uid = key
-            else:
-                raise BindingError(
-                    f"variant pack: key {key!r}; expected a graph tensor, a uid, a name, or None"
-                )
-            if uid in buffers and buffers[uid] is not buffer:
+            if buffers[position] is not None and buffers[position] is not buffer:
+                uid = self.slots[position].uid
                 raise BindingError(f"variant pack: tensor with uid {uid} is given two buffers")
-            if uid in self._virtual_uids:
-                raise BindingError(
-                    f"tensor {self._virtual_uids[uid]} is virtual and was given a buffer; call "
-                    "set_output(True) on it before the graph is built, or leave it out"
-                )
-            buffers[uid] = buffer
+            buffers[position] = buffer
         return buffers
 
-    def _uid_of_name(self, name: str) -> int:
-        uid = self._by_name.get(name, -1)
-        if uid is None:
-            raise BindingError(f"variant pack: name {name!r} is borne by several tensors; use uids")
-        return uid
+    def _check_other_key(self, key: Any) -> None:
+        """Keys that name no slot: None and unknown ones are ignored, virtual tensors refused."""
+        if isinstance(key, str):
+            if key in self._repeated:
+                raise BindingError(
+                    f"variant pack: name {key!r} is borne by several tensors; use uids"
+                )
+            return
+        if key is not None and (isinstance(key, bool) or not isinstance(key, Tensor | int)):
+            raise BindingError(
+                f"variant pack: key {key!r}; expected a graph tensor, a uid, a name, or None"
+            )
+        uid = key.uid if isinstance(key, Tensor) else key
+        if uid in self._virtual_uids:
+            raise BindingError(
+                f"tensor {self._virtual_uids[uid]} is virtual and was given a buffer; call "
+                "set_output(True) on it before the graph is built, or leave it out"
+            )
 
-    def _bind_other(self, slot: Slot, buffer: Any) -> tuple[torch.Tensor, int, int]:
+    def _refuse_alignment(self, slot: Slot, start: int) -> None:
+        raise BindingError(
+            f"tensor {slot.label}: address {start:#x} is not a multiple of "
+            f"{slot.alignment_bytes} bytes, the alignment of the declaration"
+        )
+
+    def _bind_other(
+        self, slot: Slot, buffer: Any, default: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int, int]:
         if buffer is None:
-            return self._bind_value(slot)
+            return self._bind_value(slot, default)
         facts = observe(buffer, slot.label)
         if facts.tensor is None:
             return self._bind_pointer(slot, facts.pointer)
@@ -169,15 +199,17 @@ class Binder:
         view = tensor.as_strided(slot.dim, slot.stride)
         return view, facts.pointer, facts.pointer + slot.span_bytes
 
-    def _bind_value(self, slot: Slot) -> tuple[torch.Tensor, int, int]:
-        if slot.value is None:
+    def _bind_value(
+        self, slot: Slot, default: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int, int]:
+        if default is None:
             role = "output" if slot.is_output else "input"
             raise BindingError(
                 f"tensor {slot.label} (uid {slot.uid}): the variant pack has no buffer for this "
                 f"{role}; every operand that the graph declares is required"
             )
         # A host scalar of the plan: no caller's memory, so an empty byte range.
-        return torch.full(slot.dim, slot.value, dtype=slot.dtype), 0, 0
+        return default, 0, 0
 
     def _bind_pointer(self, slot: Slot, pointer: int) -> tuple[torch.Tensor, int, int]:
         if pointer == 0 and slot.span_bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from typing import Any
 
 from tilewright.errors import LaunchError
 
@@ -95,29 +94,3 @@ def load_module(
         if key not in _modules:
             _modules[key] = Module(image, name, shared_bytes, device_index)
         return _modules[key]
-
-
-def current_raw_stream(device_index: int) -> int:
-    """torch's current stream on a device, as the driver knows it."""
-    import torch
-
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
-
-
-def c_type(triton_type: str) -> Any:
-    """The ctypes type of a kernel argument: "*fp32" and other pointers, "i32", "i64", "fp32"."""
-    if triton_type.startswith("*"):
-        return ctypes.c_uint64
-    return _C_TYPES[triton_type]
-
-
-_C_TYPES: dict[str, Any] = {
-    "i1": ctypes.c_int8,
-    "i8": ctypes.c_int8,
-    "i32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "i64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-    "fp32": ctypes.c_float,
-    "fp64": ctypes.c_double,
-}

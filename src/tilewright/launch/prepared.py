@@ -1,18 +1,29 @@
 """A prepared kernel call: one parameter block, packed when the plan is built.
 
 At bind, pointers (and scalars that a caller passes by value) go into a copy of the block. At
-launch, one driver call a kernel, nothing else.
+launch there is one driver call a kernel, nothing else. The block is laid out as the driver's
+parameter buffer: each argument at its natural alignment.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import operator
+import struct
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilewright.errors import LaunchError
-from tilewright.launch.cuda_driver import c_type, check, current_raw_stream, driver
+from tilewright.launch.cuda_driver import check, driver
+
+# Keys of cuLaunchKernel's "extra" list: where the parameter buffer is, and its size.
+_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_FORMATS = {"i1": "b", "i8": "b", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+_FORMATS |= {"fp32": "f", "fp64": "d"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,58 +58,81 @@ class Constant:
 Argument = Operand | Scratch | HostScalar | Constant
 
 
-@dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """One kernel of a plan, ready to be bound.
+    """One kernel of a plan, ready to be bound. Immutable.
 
-    ``types`` are the argument types in the kernel's order (Triton's spelling), ``arguments``
-    what goes there. ``function`` is the driver's handle.
+    ``types`` are the argument types in the kernel's order (Triton's spelling, "*bf16" for a
+    pointer), ``arguments`` what goes there; ``function`` is the driver's handle.
     """
 
-    name: str
-    function: int
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    types: tuple[str, ...]
-    arguments: tuple[Argument, ...]
-
-
-class BoundLaunch:
-    """The parameter block of one call of one kernel. Owned by its frame alone (L10)."""
-
-    __slots__ = ("_fixed", "_keep", "_launch", "_parameters", "name")
-
     def __init__(
-        self, launch: KernelLaunch, starts: Sequence[int], values: Sequence[Any], scratch: int
+        self,
+        name: str,
+        function: int,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        types: Sequence[str],
+        arguments: Sequence[Argument],
     ) -> None:
-        storage = []
-        for kind, argument in zip(launch.types, launch.arguments, strict=True):
+        self.name = name
+        self.geometry = (function, *grid, threads, 1, 1, shared_bytes)
+        # Triton's own two trailing pointers, global and profile scratch, are null.
+        formats = [*("Q" if kind.startswith("*") else _FORMATS[kind] for kind in types), "Q", "Q"]
+        offsets, self.size = _layout(formats)
+        self.template = bytearray(self.size)
+        leading: list[int] = []
+        self._rest: list[tuple[str, int, Argument]] = []
+        for position, argument in enumerate(arguments):
+            code, offset = "<" + formats[position], offsets[position]
+            if isinstance(argument, Constant):
+                struct.pack_into(code, self.template, offset, argument.value)
+            elif argument == Operand(getattr(argument, "slot", -1)) and position == len(leading):
+                leading.append(argument.slot)
+            else:
+                self._rest.append((code, offset, argument))
+        # The common case, pointers first, is packed in one go.
+        self._pack = struct.Struct(f"<{len(leading)}Q").pack_into
+        self._pick: Callable[[Sequence[int]], tuple[int, ...]] = _picker(leading)
+
+    def fill(
+        self, block: bytearray, starts: Sequence[int], views: Sequence[Any], scratch: int
+    ) -> None:
+        """Write one call's pointers and scalars into a copy of the template."""
+        self._pack(block, 0, *self._pick(starts))
+        for code, offset, argument in self._rest:
             if isinstance(argument, Operand):
                 value: Any = starts[argument.slot] + argument.offset_bytes
             elif isinstance(argument, Scratch):
                 value = scratch + argument.offset_bytes
-            elif isinstance(argument, HostScalar):
-                value = values[argument.slot].item()
             else:
-                value = argument.value
-            storage.append(c_type(kind)(value))
-        # Triton's own two trailing pointers, global and profile scratch; no kernel here uses them.
-        storage += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        self._keep = storage
-        self._parameters = (ctypes.c_void_p * len(storage))(
-            *(ctypes.addressof(cell) for cell in storage)
+                value = views[argument.slot].item()  # type: ignore[union-attr]
+            struct.pack_into(code, block, offset, value)
+
+
+class BoundLaunch:
+    """The parameter block of one call of one kernel."""
+
+    __slots__ = ("_block", "_extra", "_geometry", "_launch", "_launch_kernel", "_memory", "_size")
+
+    def __init__(self, launch: KernelLaunch) -> None:
+        self._launch = launch
+        self._block = bytearray(launch.template)
+        self._memory = (ctypes.c_char * launch.size).from_buffer(self._block)
+        self._size = ctypes.c_size_t(launch.size)
+        self._extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER,
+            ctypes.addressof(self._memory),
+            _BUFFER_SIZE,
+            ctypes.addressof(self._size),
+            _END,
         )
-        self._fixed = (
-            launch.function,
-            *launch.grid,
-            launch.threads,
-            1,
-            1,
-            launch.shared_bytes,
-        )
-        self._launch = driver().cuLaunchKernel
-        self.name = launch.name
+        self._geometry = launch.geometry
+        self._launch_kernel = driver().cuLaunchKernel
+
+    def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
+        """Bind: see ``KernelLaunch.fill``."""
+        self._launch.fill(self._block, starts, views, scratch)
 
     def run(self, stream: int) -> None:
         """Launch on ``stream``; asynchronous.
@@ -106,40 +140,74 @@ class BoundLaunch:
         Raises:
             LaunchError: if the driver refuses.
         """
-        status = self._launch(*self._fixed, stream, self._parameters, None)
+        status = self._launch_kernel(*self._geometry, stream, None, self._extra)
         if status:
-            check(status, f"kernel {self.name!r}: launch")
+            check(status, f"kernel {self._launch.name!r}: launch")
+
+
+class BoundPlan:
+    """The blocks of all kernels of a plan, filled for one call."""
+
+    __slots__ = ("_launches", "_only")
+
+    def __init__(self, launches: Sequence[KernelLaunch]) -> None:
+        self._launches = tuple(BoundLaunch(launch) for launch in launches)
+        self._only = self._launches[0] if len(self._launches) == 1 else None
+
+    def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
+        """Bind every kernel."""
+        for launch in self._launches:
+            launch.fill(starts, views, scratch)
+
+    def run(self, stream: int) -> None:
+        """Launch every kernel in order on ``stream``."""
+        if self._only is not None:
+            self._only.run(stream)
+            return
+        for launch in self._launches:
+            launch.run(stream)
 
 
 class KernelFrame:
     """One call of a plan made of prepared kernels. ``launch`` is the hot path."""
 
-    __slots__ = ("_device_index", "_keep", "_launches", "plan_name")
+    __slots__ = ("_bound", "_device_index", "_keep", "_run", "plan_name")
 
-    def __init__(
-        self, launches: Sequence[BoundLaunch], device_index: int, plan_name: str, keep: Any
-    ) -> None:
-        self._launches = tuple(launches)
+    def __init__(self, bound: BoundPlan, device_index: int, plan_name: str, keep: Any) -> None:
+        self._bound = bound
+        self._run = bound.run
         self._device_index = device_index
+        # The caller's buffers stay alive as long as the frame may be launched.
         self._keep = keep
         self.plan_name = plan_name
 
     def launch(self, stream: Any = None) -> None:
         """Run on ``stream`` (an int or a torch stream), default the device's current stream."""
-        import torch
+        launch_on(self._run, self._device_index, stream)
 
-        index = self._device_index
-        if stream is None:
-            stream = current_raw_stream(index)
-        elif not isinstance(stream, int):
-            stream = stream.cuda_stream
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                for launch in self._launches:
-                    launch.run(stream)
-            return
-        for launch in self._launches:
-            launch.run(stream)
+
+def launch_on(run: Callable[[int], None], device_index: int, stream: Any) -> None:
+    """``run(stream)`` with the device current; None is torch's current stream there."""
+    if stream is None:
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+    elif not isinstance(stream, int):
+        stream = stream.cuda_stream
+    if torch._C._cuda_getDevice() == device_index:
+        run(stream)
+        return
+    with torch.cuda.device(device_index):
+        run(stream)
+
+
+class ThreadBlocks(threading.local):
+    """A plan's parameter blocks for calls that are bound and launched at once, one a thread.
+
+    The driver copies the block during the launch call, so the next call of the same thread may
+    fill it again.
+    """
+
+    def __init__(self, launches: Sequence[KernelLaunch]) -> None:
+        self.bound = BoundPlan(launches)
 
 
 def require_grid(grid: tuple[int, int, int], name: str) -> tuple[int, int, int]:
@@ -152,3 +220,24 @@ def require_grid(grid: tuple[int, int, int], name: str) -> tuple[int, int, int]:
         if extent > limit:
             raise LaunchError(f"kernel {name!r}: grid {grid} is over {limit} on axis {axis}")
     return grid
+
+
+def _layout(formats: Sequence[str]) -> tuple[list[int], int]:
+    """Offsets at natural alignment, and the size of the whole."""
+    offsets = []
+    end = 0
+    for code in formats:
+        size = struct.calcsize("<" + code)
+        start = -(-end // size) * size
+        offsets.append(start)
+        end = start + size
+    return offsets, end
+
+
+def _picker(slots: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    if not slots:
+        return lambda starts: ()
+    if len(slots) == 1:
+        only = slots[0]
+        return lambda starts: (starts[only],)
+    return operator.itemgetter(*slots)

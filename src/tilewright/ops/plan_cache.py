@@ -74,10 +74,10 @@ def run(
     built = _plan((key, engine, device), declare, device, engine)
     pack = {**inputs, **outputs}
     if stream is None:
-        built.bind(pack, _workspace(built)).launch()
+        built.execute(pack, _workspace(built))
     else:
         with device_and_stream(device, as_stream_pointer(stream)):
-            built.bind(pack, _workspace(built)).launch()
+            built.execute(pack, _workspace(built))
     return built.plan.name
 
 

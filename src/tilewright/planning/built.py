@@ -44,3 +44,11 @@ class BuiltPlan:
         """
         binding = self.binder.bind(pack, workspace)
         return self.executable.frame(binding, workspace, self.plan.name, (pack, workspace))
+
+    def execute(self, pack: VariantPack, workspace: Any = None, stream: Any = None) -> None:
+        """Check a call and run it at once.
+
+        Raises:
+            BindingError: if an operand or the workspace does not fit; nothing was written then.
+        """
+        self.executable.execute(self.binder.bind(pack, workspace), workspace, stream)

@@ -168,7 +168,8 @@ class Graph(CallableGraph):
         built = self._active
         if built is None:
             built = self._active_plan()
-        built.bind(variant_pack, workspace).launch(self._stream(handle))
+        chosen = self.handle if handle is None else handle
+        built.execute(variant_pack, workspace, None if chosen is None else chosen.stream)
 
     def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Launchable:
         """Check a call and return its frame; ``frame.launch(stream)`` is the hot path.

@@ -35,7 +35,7 @@ class CapabilityRow:
         if device.type not in self.devices:
             return f"device {device}: the row takes {', '.join(sorted(self.devices))}"
         exact = self.compute_capabilities
-        if exact is not None and device.compute_capability not in exact:
+        if device.type == "cuda" and exact is not None and device.compute_capability not in exact:
             names = ", ".join(f"sm_{major}{minor}" for major, minor in sorted(exact))
             return f"device {device}: the row takes exactly {names}"
         accepted = self.data_types | self.index_types

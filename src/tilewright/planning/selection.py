@@ -95,7 +95,7 @@ class PlanSelection(DeclaredGraph):
     ) -> None:
         """Execute plan ``index`` in place of the selected one."""
         self.build_plan_at_index(index)
-        self._built[index].bind(variant_pack, workspace).launch(self._stream(handle))
+        self._built[index].execute(variant_pack, workspace, self._stream(handle))
 
     def create_execution_plan(self, engine: int, knobs: Mapping[Any, int] | None = None) -> None:
         """Make (engine id, knobs) the only open plan.

@@ -65,6 +65,17 @@ _ATEN_ROWS = (
     CapabilityRow(("sdpa_mxfp8", "sdpa_mxfp8_backward"), FLOATS | BLOCK_SCALED, INDICES),
 )
 
+# Exactly the targets that every kernel is compiled for in the tests.
+_TRITON_TARGETS = frozenset({(8, 0), (9, 0), (10, 0), (12, 0)})
+_TRITON_ROWS = (
+    CapabilityRow(
+        ("rmsnorm", "layernorm"),
+        FLOATS,
+        compute_capabilities=_TRITON_TARGETS,
+        note="over the last axis, up to 65536 elements",
+    ),
+)
+
 ENGINE_TABLE: tuple[EngineEntry, ...] = (
     EngineEntry(
         0,
@@ -74,7 +85,14 @@ ENGINE_TABLE: tuple[EngineEntry, ...] = (
         _ATEN_ROWS,
         "torch's own functions, any device",
     ),
-    EngineEntry(1, "triton", None, 30, (), "Triton kernels, SM80 and newer"),
+    EngineEntry(
+        1,
+        "triton",
+        "tilewright.engines.triton.engine",
+        30,
+        _TRITON_ROWS,
+        "Triton kernels, SM80 and newer",
+    ),
     EngineEntry(2, "hopper", None, 10, (), "Gluon kernels, SM90"),
     EngineEntry(3, "cudnn", None, 20, (), "native cuDNN through its backend"),
 )

@@ -104,6 +104,10 @@ class AtenExecutable:
             for operation, kernel in _prepare_steps(graph, device)
         )
 
+    def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
+        """One call at once."""
+        self.frame(binding, workspace, "", None).launch(stream)
+
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> Frame:
         """One call: each kernel with its operands by port."""
         return Frame(self._work(binding.views, workspace), self._device, plan_name, keep)

@@ -54,8 +54,11 @@ class StubEngine:
                 plan_name=plan_name, launch=lambda stream=None: self.launched.append(knobs)
             )
 
+        def execute(binding: Any, workspace: Any, stream: Any) -> None:
+            self.launched.append(knobs)
+
         workspace = plan_workspace([("scratch", self.workspace_bytes)])
-        return types.SimpleNamespace(workspace=workspace, frame=frame)
+        return types.SimpleNamespace(workspace=workspace, frame=frame, execute=execute)
 
 
 @pytest.fixture

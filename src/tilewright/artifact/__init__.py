@@ -1,0 +1,1 @@
+"""Compiled kernels that outlive the process: keys, the store, the environment."""

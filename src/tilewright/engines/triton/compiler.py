@@ -1,0 +1,101 @@
+"""Compiling a Triton kernel for a named target, with or without that GPU in the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.artifact.code import KernelCode
+from tilewright.errors import LaunchError, NotSupportedError
+
+# Targets that every kernel is compiled for in the tests.
+TARGETS: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0), (12, 0))
+WARP_THREADS = 32
+POINTER_ALIGNMENT_BYTES = 16
+
+_is_forbidden: ContextVar[bool] = ContextVar("compiler_forbidden", default=False)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What is compiled: a kernel, the types of its arguments, and what it specializes on.
+
+    ``types`` maps run-time argument names to Triton's types in the kernel's order; ``constants``
+    are compile-time arguments; ``aligned`` names arguments that are multiples of 16 (bytes for a
+    pointer, elements for a stride).
+    """
+
+    function: Any
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...] = ()
+    aligned: frozenset[str] = frozenset()
+    warps: int = 4
+    stages: int = 3
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.function.__name__)
+
+
+@contextlib.contextmanager
+def compiler_forbidden() -> Iterator[None]:
+    """Inside, any compilation raises: shows that code came from the store."""
+    token = _is_forbidden.set(True)
+    try:
+        yield
+    finally:
+        _is_forbidden.reset(token)
+
+
+def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelCode:
+    """Compile ``spec`` for ``compute_capability``.
+
+    Raises:
+        LaunchError: if the compiler is forbidden here.
+        NotSupportedError: if Triton is absent or does not know the target.
+    """
+    if _is_forbidden.get() or os.environ.get("TILEWRIGHT_FORBID_COMPILER") == "1":
+        raise LaunchError(
+            f"kernel {spec.name!r} for sm_{compute_capability[0]}{compute_capability[1]} is not "
+            "in the store, and the compiler is forbidden"
+        )
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError as error:
+        raise NotSupportedError(f"Triton is not installed: {error}") from error
+    major, minor = compute_capability
+    names = spec.function.arg_names
+    types = dict(spec.types)
+    constants = dict(spec.constants)
+    source = ASTSource(
+        fn=spec.function,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={
+            (names.index(name),): [["tt.divisibility", POINTER_ALIGNMENT_BYTES]]
+            for name in sorted(spec.aligned)
+        },
+    )
+    options = {"num_warps": spec.warps, "num_stages": spec.stages}
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", major * 10 + minor, WARP_THREADS), options=options
+    )
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise NotSupportedError(
+            f"kernel {spec.name!r} wants scratch memory, which a prepared launch does not carry"
+        )
+    return KernelCode(
+        metadata.name,
+        compiled.asm["cubin"],
+        metadata.num_warps * WARP_THREADS,
+        metadata.shared,
+        compute_capability,
+    )

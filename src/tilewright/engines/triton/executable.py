@@ -1,0 +1,148 @@
+"""Running a Triton plan: prepared driver launches on a GPU, the interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.artifact.code import KernelCode
+from tilewright.engines.triton.code_cache import kernel_code
+from tilewright.engines.triton.compiler import POINTER_ALIGNMENT_BYTES
+from tilewright.engines.triton.planned import PlannedKernel, TritonPlan
+from tilewright.errors import NotSupportedError
+from tilewright.launch.binder import Binding, workspace_pointer, workspace_view
+from tilewright.launch.cuda_driver import load_module
+from tilewright.launch.frames import Frame
+from tilewright.launch.prepared import (
+    BoundPlan,
+    Constant,
+    HostScalar,
+    KernelFrame,
+    KernelLaunch,
+    Operand,
+    ThreadBlocks,
+    launch_on,
+    require_grid,
+)
+from tilewright.launch.workspace import WorkspacePlan, plan_workspace
+
+
+class CudaExecutable:
+    """Loaded kernels of one plan on one device. Immutable."""
+
+    def __init__(
+        self, plan: TritonPlan, device: torch.device, compute_capability: tuple[int, int]
+    ) -> None:
+        self.workspace: WorkspacePlan = plan_workspace(list(plan.scratch))
+        self._device_index = device.index or 0
+        self._launches = tuple(
+            _load(kernel, self._device_index, compute_capability) for kernel in plan.kernels
+        )
+        self._blocks = ThreadBlocks(self._launches)
+        self._needs_aligned = plan.needs_aligned
+        self._fallback = (
+            None
+            if plan.fallback is None
+            else CudaExecutable(plan.fallback, device, compute_capability)
+        )
+
+    def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> KernelFrame:
+        """The parameter blocks of one call."""
+        chosen = self._for(binding.starts)
+        bound = BoundPlan(chosen._launches)
+        bound.fill(binding.starts, binding.views, chosen._scratch(workspace))
+        return KernelFrame(bound, self._device_index, plan_name, keep)
+
+    def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
+        """Bind and launch at once, in this thread's parameter blocks."""
+        chosen = self._for(binding.starts)
+        bound = chosen._blocks.bound
+        bound.fill(binding.starts, binding.views, chosen._scratch(workspace))
+        launch_on(bound.run, self._device_index, stream)
+
+    def _for(self, starts: Sequence[int]) -> CudaExecutable:
+        """This plan, or the general one if a pointer is less aligned than this one assumes."""
+        if self._fallback is not None:
+            for slot in self._needs_aligned:
+                if starts[slot] & (POINTER_ALIGNMENT_BYTES - 1):
+                    return self._fallback
+        return self
+
+    def _scratch(self, workspace: Any) -> int:
+        return workspace_pointer(workspace) if self.workspace.size_bytes else 0
+
+
+class InterpretedExecutable:
+    """The same kernels under Triton's interpreter, on CPU tensors. For tests without a GPU."""
+
+    def __init__(self, plan: TritonPlan, device: torch.device) -> None:
+        # Alignment is a matter of the device's loads: the general plan is the one to interpret.
+        self._plan = plan if plan.fallback is None else plan.fallback
+        self.workspace: WorkspacePlan = plan_workspace(list(self._plan.scratch))
+        self._device = device
+
+    def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
+        """One call at once."""
+        self.frame(binding, workspace, "", None).launch(stream)
+
+    def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> Frame:
+        """Calls of the interpreted functions on the operands' views."""
+        scratch = workspace_view(workspace, self.workspace.size_bytes, self._device)
+        calls = [_interpreted(kernel, binding, scratch) for kernel in self._plan.kernels]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return Frame(run, self._device, plan_name, keep)
+
+
+def _load(
+    kernel: PlannedKernel, device_index: int, compute_capability: tuple[int, int]
+) -> KernelLaunch:
+    digest, code = kernel_code(kernel.spec, compute_capability)
+    module = load_module(digest, code.image, code.name, code.shared_bytes, device_index)
+    return _launch(kernel, code, module.function)
+
+
+def _launch(kernel: PlannedKernel, code: KernelCode, function: int) -> KernelLaunch:
+    return KernelLaunch(
+        code.name,
+        function,
+        require_grid(kernel.grid, code.name),
+        code.threads,
+        code.shared_bytes,
+        tuple(kind for _, kind in kernel.spec.types),
+        kernel.arguments,
+    )
+
+
+def _interpreted(
+    kernel: PlannedKernel, binding: Binding, scratch: torch.Tensor | None
+) -> Callable[[], None]:
+    arguments: list[Any] = []
+    for (name, kind), argument in zip(kernel.spec.types, kernel.arguments, strict=True):
+        if isinstance(argument, Operand):
+            view = binding.views[argument.slot]
+            if argument.offset_bytes:
+                raise NotSupportedError(f"argument {name!r}: the interpreter takes whole operands")
+            arguments.append(view)
+        elif isinstance(argument, HostScalar):
+            arguments.append(binding.views[argument.slot].item())
+        elif isinstance(argument, Constant):
+            arguments.append(argument.value)
+        elif scratch is not None:
+            arguments.append(scratch[argument.offset_bytes :].view(_SCRATCH_TYPES[kind]))
+    constants = dict(kernel.spec.constants)
+    function, grid = kernel.spec.function, kernel.grid
+    return lambda: function[grid](*arguments, **constants)
+
+
+_SCRATCH_TYPES = {
+    "*fp32": torch.float32,
+    "*fp64": torch.float64,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+}

@@ -1,0 +1,70 @@
+"""What a kernel family hands to the engine: kernels with their grids and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tilewright.dtypes import DataType
+from tilewright.engines.triton.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.tensor import Tensor
+from tilewright.launch.prepared import Argument, Operand
+
+TRITON_TYPES: dict[DataType, str] = {
+    DataType.FLOAT: "fp32",
+    DataType.DOUBLE: "fp64",
+    DataType.HALF: "fp16",
+    DataType.BFLOAT16: "bf16",
+    DataType.INT8: "i8",
+    DataType.INT32: "i32",
+    DataType.INT64: "i64",
+    DataType.UINT8: "u8",
+    DataType.BOOLEAN: "i1",
+    DataType.FP8_E4M3: "fp8e4nv",
+    DataType.FP8_E5M2: "fp8e5",
+}
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """One launch of a plan. ``arguments`` follow ``spec.types``."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """All launches of a plan in order, and the scratch (name, bytes) that they share.
+
+    ``needs_aligned`` lists slots whose pointers the kernels assume to be multiples of 16 bytes;
+    ``fallback`` is the same plan without that assumption.
+    """
+
+    kernels: tuple[PlannedKernel, ...]
+    scratch: tuple[tuple[str, int], ...] = ()
+    needs_aligned: tuple[int, ...] = ()
+    fallback: TritonPlan | None = None
+
+
+def slot_numbers(graph: DeclaredGraph) -> Mapping[int, int]:
+    """uid -> slot number: inputs first, then outputs, as the binder orders them."""
+    return {tensor.uid: number for number, tensor in enumerate([*graph.inputs(), *graph.outputs()])}
+
+
+def pointer_type(tensor: Tensor) -> str:
+    """Triton's pointer type of a tensor's elements."""
+    return "*" + TRITON_TYPES[tensor.data_type]
+
+
+def strides_aligned(tensor: Tensor, axes: tuple[int, ...]) -> bool:
+    """True if stepping these axes keeps a 16-byte alignment."""
+    step = POINTER_ALIGNMENT_BYTES * 8 // tensor.data_type.bits
+    return all(tensor.dim[axis] == 1 or tensor.stride[axis] % step == 0 for axis in axes)
+
+
+def operand(slots: Mapping[int, int], tensor: Tensor) -> Operand:
+    """The pointer argument for a bound tensor."""
+    return Operand(slots[tensor.uid])
