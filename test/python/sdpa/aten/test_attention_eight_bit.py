@@ -128,6 +128,19 @@ def test_fp8_saturates_and_keeps_nan(bench):
     assert o[~torch.isnan(o)].abs().max() == 448.0
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_fp8_probabilities_saturate(ways, dtype):
+    """A scale that takes every P beyond the largest number: each key counts as that."""
+    q, k, v, _ = problem(12, dtype)
+    scales = {port: one(value) for port, value in FORWARD_SCALES.items()}
+    scales.update(scale_s=one(1e30), descale_s=one(1.0), scale_o=one(1.0), descale_v=one(1.0))
+    # Queries of 0 give every key the same probability.
+    q = torch.zeros(q.shape).to(dtype)
+    found = ways.run("sdpa_fp8", {"q": q, "k": k, "v": v, **scales}, outputs={"O": torch.float32})
+    expected = LARGEST[dtype] * v.double().sum(2, keepdim=True).repeat_interleave(2, 1)
+    ways.close("O", found["O"], expected.expand(2, 4, 33, 24), 1e-5)
+
+
 BACKWARD_SCALES = {
     **{"descale_q": 0.5, "descale_k": 0.25, "descale_v": 2.0, "descale_o": 0.5},
     **{"descale_dO": 0.125, "descale_s": 1 / 256, "descale_dP": 1 / 64, "scale_s": 256.0},
