@@ -20,7 +20,7 @@ and either way the mask itself is passed on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,63 +91,29 @@ class MaskPattern:
     version: int
 
 
-def attention_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    **others: Any,
-) -> torch.Tensor | None:
+def attention_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask that Transformers asks for once a forward: (B, 1, q_length, kv_length), or None.
 
-    Arguments and result are those of ``transformers.masking_utils.sdpa_mask``; ``attention_mask``
-    is (B, keys), True at tokens and False at padding.
+    Arguments and result are those of ``transformers.masking_utils.sdpa_mask``.
     """
     from transformers import masking_utils
 
-    if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
-    tracing = masking_utils.is_tracing(attention_mask)
+    mask: torch.Tensor | None
+    if "q_length" not in arguments:
+        # Older versions give the positions of the rows; their mask is passed on as it is.
+        mask = masking_utils.sdpa_mask(**arguments)
+        return mask
+    padding = arguments.get("attention_mask")
+    tracing = masking_utils.is_tracing(padding)
     # A tensor made in inference mode counts no changes, so its pattern could be stale.
     with contextlib.nullcontext() if tracing else torch.inference_mode(False), torch.no_grad():
-        mask: torch.Tensor | None = masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            use_vmap=use_vmap,
-            **others,
-        )
+        mask = masking_utils.sdpa_mask(**arguments)
     # Traced code must not depend on values, and a traced tensor keeps no attributes.
-    if mask is None or use_vmap or tracing or mask.is_inference():
+    if mask is None or tracing or mask.is_inference():
         return mask
-    # Offsets as tensors belong to caches that are made for tracing.
-    if kv_offset != 0 or not isinstance(q_offset, int):
-        return mask
-    shape = _known_shape(mask_function, masking_utils)
-    if shape is None:
-        return mask
-    causal, left = shape
-    if q_offset == 0 or (not causal and left is None):
-        align = "top_left"
-    elif q_offset + q_length == kv_length:
-        align = "bottom_right"
-    else:
-        return mask
-    right_padded, lengths = _lengths(attention_mask, kv_length)
-    if not right_padded or (lengths is not None and align == "bottom_right"):
-        return mask
-    setattr(mask, _PATTERN, MaskPattern(causal, align, left, lengths, mask._version))
+    pattern = _find_pattern(mask, padding, arguments, masking_utils)
+    if pattern is not None:
+        setattr(mask, _PATTERN, pattern)
     return mask
 
 
@@ -238,6 +204,39 @@ def _mask_options(
 def _still_holds(pattern: MaskPattern, mask: torch.Tensor, rows: int, keys: int) -> bool:
     """Whether the mask is as it was made, for as many rows and keys as the call has."""
     return mask.shape[-2:] == (rows, keys) and mask._version == pattern.version
+
+
+def _find_pattern(
+    mask: torch.Tensor,
+    padding: torch.Tensor | None,
+    arguments: Mapping[str, Any],
+    masking_utils: Any,
+) -> MaskPattern | None:
+    """The pattern of the mask that ``arguments`` ask for; None if it is not a plain one.
+
+    ``padding`` is (B, keys), True at tokens.
+    """
+    q_length, kv_length = arguments["q_length"], arguments["kv_length"]
+    q_offset = arguments.get("q_offset", 0)
+    # Offsets as tensors belong to caches that are made for tracing.
+    if arguments.get("kv_offset", 0) != 0 or not isinstance(q_offset, int):
+        return None
+    mask_function = arguments.get("mask_function", masking_utils.causal_mask_function)
+    shape = _known_shape(mask_function, masking_utils)
+    if shape is None:
+        return None
+    causal, left = shape
+    if q_offset == 0 or (not causal and left is None):
+        align = "top_left"
+    elif q_offset + q_length == kv_length:
+        align = "bottom_right"
+    else:
+        return None
+    right_padded, lengths = _lengths(padding, kv_length)
+    # Lengths move the diagonal of a bottom-right alignment.
+    if not right_padded or (lengths is not None and align == "bottom_right"):
+        return None
+    return MaskPattern(causal, align, left, lengths, mask._version)
 
 
 def _known_shape(

@@ -191,6 +191,15 @@ def test_a_pattern_with_an_overlay_stays_a_mask(monkeypatch: pytest.MonkeyPatch)
     assert "mask" in attend(monkeypatch, mask, 7, 7)
 
 
+def test_the_union_of_a_window_and_a_causal_pattern_stays_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function = masking_utils.or_masks(masking_utils.sliding_window_overlay(2), CAUSAL)
+    mask = make_mask(function, 7, 7, local_size=2)
+    assert mask.sum() > 28
+    assert "mask" in attend(monkeypatch, mask, 7, 7)
+
+
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
     """Has the name and the closure of the function in Transformers, and another meaning."""
 
