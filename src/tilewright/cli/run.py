@@ -271,7 +271,7 @@ def _print(document: dict[str, Any]) -> None:
     output.print_lines(
         [
             f"plan       {document['plan']}",
-            f"time       {document['time_us']:.1f} us (median of {document['launches']} launches)",
+            f"time       {document['time_us']:.1f} us (median of {document['launches']})",
             f"operands   {size}",
             f"workspace  {output.format_bytes(document['workspace_bytes'])}",
             *(f"note       {note}" for note in document["notes"]),

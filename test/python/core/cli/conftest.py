@@ -60,3 +60,16 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
 def _as_text(arguments: Sequence[str | Path]) -> list[str]:
     return [str(argument) for argument in arguments]
+
+
+@pytest.fixture
+def broken_matmul(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], None]:
+    """Return a function that replaces the ATen engine's product by ``kernel(inputs, outputs)``."""
+    from tilewright.engines.aten import engine, registry
+
+    engine._load_kernels()
+
+    def replace(kernel: Callable[..., None]) -> None:
+        monkeypatch.setitem(registry._PREPARERS, "matmul", lambda operation, device: kernel)
+
+    return replace

@@ -261,12 +261,14 @@ def test_different_seeds_give_different_lengths() -> None:
 def test_one_offset_tensor_for_both_sides_ties_their_lengths() -> None:
     def build(graph: Graph) -> None:
         shared = offsets(graph, "off")
-        q, k, v = (packed(graph, n, HEADS, ROWS, shared) for n in "qkv")
+        q = packed(graph, "q", HEADS, ROWS, shared)
+        k, v = (packed(graph, n, HEADS, KEYS, shared) for n in "kv")
         o, _ = graph.sdpa(q, k, v, use_padding_mask=True, **lengths(graph))
         o.set_output(True).set_ragged_offset(shared)
 
     graph, inputs = drawn(build)
     assert torch.equal(buffer(graph, inputs, "seq_len_q"), buffer(graph, inputs, "seq_len_kv"))
+    assert int(buffer(graph, inputs, "seq_len_kv").max()) == min(ROWS, KEYS)
 
 
 def test_one_offset_tensor_for_tokens_of_two_sizes_is_refused(

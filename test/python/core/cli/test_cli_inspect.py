@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tilewright import Graph
-from tilewright.engines.aten.engine import AtenExecutable
 from tilewright.planning.table import ENGINE_TABLE
 
 pytestmark = pytest.mark.L0
@@ -121,14 +120,13 @@ def test_doctor_tells_no_name_of_the_machine(run: Runner) -> None:
     ("error", "code"), [(None, 1), (RuntimeError("no such function"), 5), (MemoryError(), 5)]
 )
 def test_doctor_fails_only_if_aten_cannot_run(
-    run: Runner, monkeypatch: pytest.MonkeyPatch, error: Exception | None, code: int
+    run: Runner, broken_matmul: Callable[..., None], error: Exception | None, code: int
 ) -> None:
-    def prepare(self: Any, views: Any, workspace: Any) -> Callable[[], None]:
+    def multiply(inputs: Any, outputs: Any) -> None:
         if error is not None:
             raise error
-        return lambda: None
 
-    monkeypatch.setattr(AtenExecutable, "prepare", prepare)
+    broken_matmul(multiply)
     ran = run("doctor", "--json")
     assert ran.code == code
     document = json.loads(ran.out)
