@@ -148,6 +148,14 @@ def test_slopes_are_not_rounded_to_float32() -> None:
     assert found.item() == 0.1
 
 
+def test_slopes_at_the_clips() -> None:
+    """At the lower clip the slope is that below it, at the upper clip it is 0."""
+    parameters = pointwise.Parameters(negative_slope=0.25, lower_clip=-1.0, upper_clip=2.0)
+    x = _tensor(-1.0, 0.0, 2.0)
+    found = pointwise.evaluate("relu_backward", [torch.ones_like(x), x], parameters)
+    assert found.tolist() == [0.25, 1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("mode", "low", "high"),
     [

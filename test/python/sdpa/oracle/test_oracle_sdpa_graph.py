@@ -355,18 +355,26 @@ def test_a_score_program_with_indices_and_an_external_tensor(
         seen = inner.cmp_le(col, row)
         return inner.binary_select(biased, inner.tensor_scalar(-1e30), seen)
 
-    output, _ = graph.sdpa(
-        records["q"], records["k"], records["v"], score_mod=score_mod, attn_scale=0.5
+    output, stats = graph.sdpa(
+        records["q"],
+        records["k"],
+        records["v"],
+        score_mod=score_mod,
+        attn_scale=0.5,
+        generate_stats=True,
     )
-    assert output is not None
+    assert output is not None and stats is not None
     output.set_output(True)
+    stats.set_output(True)
     graph.validate()
     pack = {records[name].uid: t for name, t in buffers.items()}
-    found = evaluate(graph, {**pack, slope.uid: slopes})[output.uid]
+    found = evaluate(graph, {**pack, slope.uid: slopes})
     rows, cols = torch.arange(_SQ)[:, None], torch.arange(_SKV)[None, :]
     bias = slopes * (cols - rows - torch.arange(_HQ).reshape(1, _HQ, 1, 1))
     expected = attention.forward(**buffers, scale=0.5, bias=bias, right_bound=0, row_block=_SQ)
-    assert_close(found, expected.output, tol=_TOL)
+    assert_close(found[output.uid], expected.output, tol=_TOL)
+    # What is the same along a row shows in Stats only.
+    assert_close(found[stats.uid], expected.stats, tol=_TOL)
 
 
 @pytest.mark.parametrize("written_out", [False, True])
