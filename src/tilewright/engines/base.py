@@ -47,6 +47,8 @@ class Executable(Protocol):
     """A built plan. Immutable: concurrent calls share it and nothing else."""
 
     workspace: WorkspacePlan
+    # False if only addresses are used, so that the binder makes no torch views.
+    needs_views: bool
 
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> Launchable:
         """One call on bound operands (slot order: inputs, then outputs).

@@ -21,6 +21,8 @@ from tilewright.launch.slots import Slot
 from tilewright.torch_dtypes import from_torch
 
 VariantPack = Mapping[Any, Any]
+# Accepted layouts that a binder remembers; past that each is checked anew.
+_MEMO = 256
 
 
 class Binding:
@@ -45,10 +47,15 @@ class Binder:
         in_place: frozenset[tuple[int, int]] = frozenset(),
         virtual_uids: Mapping[int, str] | None = None,
         workspace_bytes: int = 0,
+        needs_views: bool = True,
     ) -> None:
         self.slots = tuple(slots)
         self.device = device
         self.workspace_bytes = workspace_bytes
+        # Without views, a binding may hold the caller's tensors as they came: only addresses count.
+        self._needs_views = needs_views
+        self._accepted: set[Any] = set()
+        self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._virtual_uids = dict(virtual_uids or {})
         # Uid or name -> slot number; a name that several slots bear is no key.
         self._positions: dict[Any, int] = {slot.uid: i for i, slot in enumerate(self.slots)}
@@ -59,12 +66,13 @@ class Binder:
             for i, slot in enumerate(self.slots)
             if slot.name and slot.name not in self._repeated
         }
-        # What the common case compares, flat: (dtype, dim, stride, alignment mask, span).
+        # What the common case compares, flat: (dtype, dim, stride, alignment mask, span). A stride
+        # of None means packed, which a tensor answers faster than it lists its strides.
         self._expected = tuple(
             (
                 None if slot.is_flat else slot.dtype,
                 slot.dim,
-                slot.stride,
+                None if _is_packed(slot) else slot.stride,
                 slot.alignment_bytes - 1,
                 slot.span_bytes,
             )
@@ -95,7 +103,7 @@ class Binder:
                 type(buffer) is torch.Tensor
                 and buffer.dtype is dtype
                 and buffer.shape == dim
-                and buffer.stride() == stride
+                and (buffer.is_contiguous() if stride is None else buffer.stride() == stride)
                 and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
                 and not buffer.requires_grad
             ):
@@ -103,8 +111,15 @@ class Binder:
                 stop = start + span
                 view = buffer
             else:
-                slot = self.slots[len(views)]
-                view, start, stop = self._bind_other(slot, buffer, self._defaults[len(views)])
+                position = len(views)
+                default = self._defaults[position]
+                if buffer is None and default is not None:
+                    # A host scalar of the plan: no caller's memory, so an empty byte range.
+                    views.append(default)
+                    starts.append(0)
+                    stops.append(0)
+                    continue
+                view, start, stop = self._bind_other(self.slots[position], buffer)
             if start & mask and stop != start:
                 self._refuse_alignment(self.slots[len(views)], start)
             views.append(view)
@@ -119,17 +134,32 @@ class Binder:
 
     def _by_position(self, pack: VariantPack) -> list[Any]:
         """The pack's buffers in slot order, None where it has none."""
+        keys = tuple(pack)
+        picked = self._orders.get(keys)
+        if picked is not None:
+            given = [*pack.values(), None]
+            return [given[i] for i in picked]
         buffers: list[Any] = [None] * len(self.slots)
         positions = self._positions
-        for key, buffer in pack.items():
+        # Where in the pack each slot's buffer is; -1, the appended None, for none. Remembered for
+        # packs of the same keys, unless a key names no slot.
+        order = [-1] * len(self.slots)
+        is_plain = True
+        for number, (key, buffer) in enumerate(pack.items()):
             position = positions.get(key._uid if type(key) is Tensor else key)
             if position is None or type(key) is bool:
                 self._check_other_key(key)
+                is_plain = False
                 continue
+            if order[position] >= 0:
+                is_plain = False
             if buffers[position] is not None and buffers[position] is not buffer:
                 uid = self.slots[position].uid
                 raise BindingError(f"variant pack: tensor with uid {uid} is given two buffers")
             buffers[position] = buffer
+            order[position] = number
+        if len(self._orders) < _MEMO and is_plain:
+            self._orders[keys] = tuple(order)
         return buffers
 
     def _check_other_key(self, key: Any) -> None:
@@ -157,11 +187,32 @@ class Binder:
             f"{slot.alignment_bytes} bytes, the alignment of the declaration"
         )
 
-    def _bind_other(
-        self, slot: Slot, buffer: Any, default: torch.Tensor | None
-    ) -> tuple[torch.Tensor, int, int]:
+    def _bind_other(self, slot: Slot, buffer: Any) -> tuple[torch.Tensor, int, int]:
         if buffer is None:
-            return self._bind_value(slot, default)
+            role = "output" if slot.is_output else "input"
+            raise BindingError(
+                f"tensor {slot.label} (uid {slot.uid}): the variant pack has no buffer for this "
+                f"{role}; every operand that the graph declares is required"
+            )
+        if isinstance(buffer, torch.Tensor):
+            # Layouts that differ from the declared one and were found to reach far enough.
+            layout = (slot.uid, buffer.dtype, buffer.device, buffer.shape, buffer.stride())
+            if layout in self._accepted:
+                start = buffer.data_ptr()
+                return self._view(slot, buffer), start, start + slot.span_bytes
+            bound = self._observe_and_check(slot, buffer)
+            if not slot.is_flat and buffer.dtype is slot.dtype and len(self._accepted) < _MEMO:
+                self._accepted.add(layout)
+            return bound
+        return self._observe_and_check(slot, buffer)
+
+    def _view(self, slot: Slot, buffer: torch.Tensor) -> torch.Tensor:
+        if not self._needs_views:
+            return buffer
+        tensor = buffer.detach() if buffer.requires_grad else buffer
+        return tensor.as_strided(slot.dim, slot.stride)
+
+    def _observe_and_check(self, slot: Slot, buffer: Any) -> tuple[torch.Tensor, int, int]:
         facts = observe(buffer, slot.label)
         if facts.tensor is None:
             return self._bind_pointer(slot, facts.pointer)
@@ -198,18 +249,6 @@ class Binder:
             tensor = tensor.as_strided((owned_elements,), (1,)).view(slot.dtype)
         view = tensor.as_strided(slot.dim, slot.stride)
         return view, facts.pointer, facts.pointer + slot.span_bytes
-
-    def _bind_value(
-        self, slot: Slot, default: torch.Tensor | None
-    ) -> tuple[torch.Tensor, int, int]:
-        if default is None:
-            role = "output" if slot.is_output else "input"
-            raise BindingError(
-                f"tensor {slot.label} (uid {slot.uid}): the variant pack has no buffer for this "
-                f"{role}; every operand that the graph declares is required"
-            )
-        # A host scalar of the plan: no caller's memory, so an empty byte range.
-        return default, 0, 0
 
     def _bind_pointer(self, slot: Slot, pointer: int) -> tuple[torch.Tensor, int, int]:
         if pointer == 0 and slot.span_bytes:
@@ -296,6 +335,16 @@ def _written_pairs(
                 continue
             pairs.append((i, j, (out.uid, other.uid) in in_place))
     return tuple(pairs)
+
+
+def _is_packed(slot: Slot) -> bool:
+    """True if torch's is_contiguous() says the same as the declared stride."""
+    step = 1
+    for extent, stride in zip(reversed(slot.dim), reversed(slot.stride), strict=True):
+        if extent != 1 and stride != step:
+            return False
+        step *= extent
+    return 0 not in slot.dim
 
 
 def _steps(slot: Slot) -> tuple[int, ...]:

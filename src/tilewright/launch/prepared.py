@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import LaunchError
+from tilewright.errors import BindingError, LaunchError
 from tilewright.launch.cuda_driver import check, driver
 
 # Keys of cuLaunchKernel's "extra" list: where the parameter buffer is, and its size.
@@ -43,9 +43,10 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class HostScalar:
-    """A scalar argument that is read at bind from a pass-by-value slot."""
+    """A scalar argument from a pass-by-value slot: ``value``, unless a call binds a buffer."""
 
     slot: int
+    value: int | float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,13 @@ class KernelLaunch:
                 value: Any = starts[argument.slot] + argument.offset_bytes
             elif isinstance(argument, Scratch):
                 value = scratch + argument.offset_bytes
+            elif isinstance(argument, HostScalar):
+                if argument.value is not None and not starts[argument.slot]:
+                    value = argument.value
+                else:
+                    value = _host_value(views[argument.slot], self.name)
             else:
-                value = views[argument.slot].item()  # type: ignore[union-attr]
+                continue
             struct.pack_into(code, block, offset, value)
 
 
@@ -186,13 +192,18 @@ class KernelFrame:
         launch_on(self._run, self._device_index, stream)
 
 
+# Looked up once: a build of torch without CUDA has neither, and launches nothing here.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def launch_on(run: Callable[[int], None], device_index: int, stream: Any) -> None:
     """``run(stream)`` with the device current; None is torch's current stream there."""
     if stream is None:
-        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        stream = _current_stream(device_index)
     elif not isinstance(stream, int):
         stream = stream.cuda_stream
-    if torch._C._cuda_getDevice() == device_index:
+    if _current_device() == device_index:
         run(stream)
         return
     with torch.cuda.device(device_index):
@@ -208,6 +219,16 @@ class ThreadBlocks(threading.local):
 
     def __init__(self, launches: Sequence[KernelLaunch]) -> None:
         self.bound = BoundPlan(launches)
+
+
+def _host_value(view: torch.Tensor, kernel: str) -> int | float:
+    if view.device.type != "cpu":
+        # Reading it would wait for the device (L3).
+        raise BindingError(
+            f"kernel {kernel!r}: a scalar that is passed by value was bound to a buffer on "
+            f"{view.device}; expected one on the CPU"
+        )
+    return view.item()
 
 
 def require_grid(grid: tuple[int, int, int], name: str) -> tuple[int, int, int]:

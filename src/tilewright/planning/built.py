@@ -34,6 +34,7 @@ class BuiltPlan:
             in_place=in_place_pairs(graph, slots),
             virtual_uids={t.uid: t.label() for t in graph.virtual_tensors()},
             workspace_bytes=self.workspace_bytes,
+            needs_views=self.executable.needs_views,
         )
 
     def bind(self, pack: VariantPack, workspace: Any = None) -> Launchable:

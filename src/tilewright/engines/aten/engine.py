@@ -74,6 +74,8 @@ class _Virtual:
 class AtenExecutable:
     """The kernels of a graph in order, and where each finds its operands."""
 
+    needs_views = True
+
     def __init__(self, graph: DeclaredGraph, device: torch.device) -> None:
         self._device = device
         bound = [*graph.inputs(), *graph.outputs()]

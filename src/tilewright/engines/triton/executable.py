@@ -32,6 +32,8 @@ from tilewright.launch.workspace import WorkspacePlan, plan_workspace
 class CudaExecutable:
     """Loaded kernels of one plan on one device. Immutable."""
 
+    needs_views = False
+
     def __init__(
         self, plan: TritonPlan, device: torch.device, compute_capability: tuple[int, int]
     ) -> None:
@@ -76,6 +78,8 @@ class CudaExecutable:
 
 class InterpretedExecutable:
     """The same kernels under Triton's interpreter, on CPU tensors. For tests without a GPU."""
+
+    needs_views = True
 
     def __init__(self, plan: TritonPlan, device: torch.device) -> None:
         # Alignment is a matter of the device's loads: the general plan is the one to interpret.

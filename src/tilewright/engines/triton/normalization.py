@@ -222,7 +222,7 @@ def _epsilon(operation: Operation, slots: Mapping[int, int]) -> Argument:
         raise NotSupportedError(
             f"tensor {tensor.label()} (epsilon) is on the device; expected it passed by value"
         )
-    return HostScalar(slots[tensor.uid])
+    return HostScalar(slots[tensor.uid], None if tensor.value is None else float(tensor.value))
 
 
 def _rows_layout(

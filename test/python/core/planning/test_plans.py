@@ -58,7 +58,9 @@ class StubEngine:
             self.launched.append(knobs)
 
         workspace = plan_workspace([("scratch", self.workspace_bytes)])
-        return types.SimpleNamespace(workspace=workspace, frame=frame, execute=execute)
+        return types.SimpleNamespace(
+            needs_views=False, workspace=workspace, frame=frame, execute=execute
+        )
 
 
 @pytest.fixture
