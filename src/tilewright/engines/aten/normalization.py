@@ -22,38 +22,35 @@ from typing import Any
 
 import torch
 
+from tilewright.dtypes import DataType
 from tilewright.engines.aten import casts
 from tilewright.engines.aten.dense import implements_dense
 from tilewright.engines.aten.registry import Kernel, Operands
 from tilewright.errors import NotSupportedError
 from tilewright.graph.tensor import Tensor as TensorRecord
+from tilewright.torch_dtypes import to_torch
 
 Tensor = torch.Tensor
 ReadScalar = Callable[[Operands], float]
 
+_HALVES = (DataType.HALF, DataType.BFLOAT16)
+# From this many elements on, composing in the output beats a fused call and a copy: the copy,
+# and the pages of the temporary, then cost more than a few more calls.
+_IN_PLACE_FROM = 1 << 16
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Which axes are normalized, and how to bring them to the end."""
+    """Which axes are normalized."""
 
     axes: tuple[int, ...]
     # The axes' extents and the number of elements that a statistic is over.
     shape: tuple[int, ...]
     count: int
-    # A permutation that moves the axes to the end; empty if they are there already.
-    order: tuple[int, ...]
+    # True if they are the last axes, as ATen's function takes them.
+    are_last: bool
     # True if scale varies over the normalized axes only, so ATen's function applies it.
     affine_inside: bool
-
-    def move(self, x: Tensor) -> Tensor:
-        """``x`` with the normalized axes last."""
-        return x.permute(self.order) if self.order else x
-
-    def move_back(self, x: Tensor) -> Tensor:
-        """The inverse of ``move``."""
-        if not self.order:
-            return x
-        return x.permute(tuple(self.order.index(axis) for axis in range(len(self.order))))
 
 
 def layout_of(kind: str, source: TensorRecord, scale: TensorRecord) -> Layout:
@@ -81,10 +78,9 @@ def layout_of(kind: str, source: TensorRecord, scale: TensorRecord) -> Layout:
     if not axes:
         # Extent 1 everywhere: the last axis is as good as any other.
         axes = (rank - 1,)
-    rest = tuple(axis for axis in range(rank) if axis not in axes)
-    order = () if rest + axes == tuple(range(rank)) else rest + axes
+    are_last = axes == tuple(range(rank - len(axes), rank))
     shape = tuple(source.dim[axis] for axis in axes)
-    return Layout(axes, shape, math.prod(shape), order, set(varying) <= set(axes))
+    return Layout(axes, shape, math.prod(shape), are_last, set(varying) <= set(axes))
 
 
 def scalar_reader(operation: Any, port: str, device: torch.device) -> ReadScalar:
@@ -140,35 +136,74 @@ def prepare_layernorm(operation: Any, device: torch.device) -> Kernel:
             statistics_dim(source, layout),
             "a statistic has extent 1 on the normalized axes",
         )
+    small = math.prod(source.dim) < _IN_PLACE_FROM
+    if layout.affine_inside and layout.are_last and (small or y.data_type.bits < 32):
+        return _prepare_fused(operation, layout, device)
+    return _prepare_composed(operation, layout, device)
+
+
+def _prepare_fused(operation: Any, layout: Layout, device: torch.device) -> Kernel:
+    """ATen's function, and a copy of its result into Y: the fewest calls."""
+    source, scale = operation.inputs["input"], operation.inputs["scale"]
+    bias, y = operation.inputs.get("bias"), operation.outputs["Y"]
     dtype = casts.compute_dtype((source, y))
-    load = casts.loader(source, dtype, device)
     load_scale = casts.loader(scale, dtype, device)
     load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+    # On CPUs the function takes a 16-bit input beside a float32 scale: statistics and affine
+    # part are then float32, and Y is rounded once.
+    mixed = device.type == "cpu" and source.data_type is y.data_type and y.data_type in _HALVES
+    load = casts.loader(source, to_torch(source.data_type) if mixed else dtype, device)
     epsilon = scalar_reader(operation, "epsilon", device)
     store = casts.storer(y)
     save = _statistics_saver(operation, layout)
-    shape, affine_inside = list(layout.shape), layout.affine_inside
+    shape = list(layout.shape)
 
     def run(inputs: Operands, outputs: Operands) -> None:
-        weight = load_scale(inputs["scale"])
-        shift = load_bias(inputs["bias"]) if load_bias is not None else None
-        if affine_inside:
-            result, mean, inverse = torch.native_layer_norm(
-                layout.move(load(inputs["input"])),
-                shape,
-                weight.reshape(shape),
-                shift.reshape(shape) if shift is not None else None,
-                epsilon(inputs),
-            )
-            result = layout.move_back(result)
-        else:
-            result, mean, inverse = torch.native_layer_norm(
-                layout.move(load(inputs["input"])), shape, None, None, epsilon(inputs)
-            )
-            result = layout.move_back(result).mul_(weight)
-            if shift is not None:
-                result.add_(shift)
+        shift = load_bias(inputs["bias"]).reshape(shape) if load_bias is not None else None
+        result, mean, inverse = torch.native_layer_norm(
+            load(inputs["input"]),
+            shape,
+            load_scale(inputs["scale"]).reshape(shape),
+            shift,
+            epsilon(inputs),
+        )
         store(outputs["Y"], result)
+        if save is not None:
+            save(outputs, mean, inverse)
+
+    return run
+
+
+def _prepare_composed(operation: Any, layout: Layout, device: torch.device) -> Kernel:
+    """Any axes and scales, computed in Y itself where its type allows: no large temporary."""
+    source, scale = operation.inputs["input"], operation.inputs["scale"]
+    bias, y = operation.inputs.get("bias"), operation.outputs["Y"]
+    dtype = casts.compute_dtype((source, y))
+    load, load_scale = casts.loader(source, dtype, device), casts.loader(scale, dtype, device)
+    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+    epsilon = scalar_reader(operation, "epsilon", device)
+    store = None if casts.is_plain(y, dtype) else casts.storer(y)
+    owns_x = not casts.is_plain(source, dtype)
+    save = _statistics_saver(operation, layout)
+    axes, per_element = layout.axes, 1.0 / layout.count if layout.count else math.nan
+
+    def run(inputs: Operands, outputs: Operands) -> None:
+        x = load(inputs["input"])
+        mean = torch.mean(x, axes, keepdim=True)
+        if store is None:
+            result = torch.sub(x, mean, out=outputs["Y"])
+        else:
+            result = x.sub_(mean) if owns_x else x - mean
+        squares = _sum_of_squares(result, axes)
+        inverse = squares.mul_(per_element).add_(epsilon(inputs)).rsqrt_()
+        result.mul_(inverse)
+        _apply_affine(
+            result,
+            load_scale(inputs["scale"]),
+            load_bias(inputs["bias"]) if load_bias is not None else None,
+        )
+        if store is not None:
+            store(outputs["Y"], result)
         if save is not None:
             save(outputs, mean, inverse)
 
@@ -192,6 +227,7 @@ def prepare_rmsnorm(operation: Any, device: torch.device) -> Kernel:
     epsilon = scalar_reader(operation, "epsilon", device)
     # A plain output is computed in place: this is memory-bound, and one buffer less counts.
     store = None if casts.is_plain(y, dtype) else casts.storer(y)
+    owns_x = not casts.is_plain(source, dtype)
     save = casts.storer(saved) if saved is not None else None
     axes, per_element = layout.axes, 1.0 / layout.count if layout.count else math.nan
 
@@ -202,16 +238,25 @@ def prepare_rmsnorm(operation: Any, device: torch.device) -> Kernel:
         if store is None:
             result = torch.mul(x, inverse, out=outputs["Y"])
         else:
-            result = x * inverse
-        result.mul_(load_scale(inputs["scale"]))
-        if load_bias is not None:
-            result.add_(load_bias(inputs["bias"]))
+            result = x.mul_(inverse) if owns_x else x * inverse
+        _apply_affine(
+            result,
+            load_scale(inputs["scale"]),
+            load_bias(inputs["bias"]) if load_bias is not None else None,
+        )
         if store is not None:
             store(outputs["Y"], result)
         if save is not None:
             save(outputs["inv_variance"], inverse)
 
     return run
+
+
+def _apply_affine(result: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    # Two calls: addcmul takes a slower path where a row is broadcast.
+    result.mul_(scale)
+    if bias is not None:
+        result.add_(bias)
 
 
 def _sum_of_squares(x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -241,8 +286,8 @@ def _statistics_saver(
             mean_value.fill_(math.nan)
             inverse_value.fill_(math.nan)
         if store_mean is not None:
-            store_mean(outputs["mean"], layout.move_back(mean_value))
+            store_mean(outputs["mean"], mean_value)
         if store_inverse is not None:
-            store_inverse(outputs["inv_variance"], layout.move_back(inverse_value))
+            store_inverse(outputs["inv_variance"], inverse_value)
 
     return save

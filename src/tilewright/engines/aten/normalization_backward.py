@@ -40,7 +40,7 @@ def prepare_layernorm_backward(operation: Any, device: torch.device) -> Kernel:
     dtype = casts.compute_dtype((source, operation.outputs["DX"]))
     load = _loaders(operation, dtype, device)
     write = _writer(operation)
-    if layout.affine_inside and not layout.order and 0 not in source.dim:
+    if layout.affine_inside and layout.are_last and 0 not in source.dim:
         shape = list(layout.shape)
 
         def run_fused(inputs: Operands, outputs: Operands) -> None:

@@ -246,13 +246,34 @@ def _gen_index(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 
 def _gelu(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
     (x,) = a
-    if x.device.type != "cpu":
-        return torch.nn.functional.gelu(x.clamp_min(-_GATE_IS_CONSTANT_FROM))
-    # ATen's oneDNN path gives NaN at infinity, so what is above the limit is added afterwards:
-    # there gelu(x) is x.
-    held = x.clamp(-_GATE_IS_CONSTANT_FROM, _GATE_IS_CONSTANT_FROM)
-    above = torch.sub(x, held).clamp_min_(0.0)
-    return torch.nn.functional.gelu(held).add_(above)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _gelu_direct(p)(x, out=result)
+    return result
+
+
+def _gelu_direct(p: PointwiseParameters) -> Callable[..., Any]:
+    limit = _GATE_IS_CONSTANT_FROM
+
+    def function(x: Tensor, out: Tensor) -> None:
+        # ATen's oneDNN path overflows in the upper half of the range, so what is above the limit is added
+        # afterwards: there gelu(x) is x. And it leaves an output unwritten whose strides are not
+        # the input's (seen with torch 2.13 on a CPU), so it gets one buffer for both.
+        if x.element_size() < 4:
+            wide = x.to(torch.float32, memory_format=torch.contiguous_format)
+            held = wide.clamp(-limit, limit)
+            _nn.gelu(held, out=held)
+            out.copy_(held.add_(wide.sub_(limit).clamp_min_(0.0)))
+            return
+        above = torch.sub(x, limit).clamp_min_(0.0)
+        if out.is_contiguous():
+            held = torch.clamp(x, -limit, limit, out=out)
+            _nn.gelu(held, out=held)
+            held.add_(above)
+        else:
+            held = x.clamp(-limit, limit)
+            torch.add(torch.nn.functional.gelu(held), above, out=out)
+
+    return function
 
 
 def _unary(function: Callable[..., Tensor], *, is_exact: bool = True) -> Mode:
@@ -287,9 +308,7 @@ _MODES: dict[str, Mode] = {
     "erf": _unary(torch.erf, is_exact=False),
     "exp": _unary(torch.exp),
     "floor": _unary(torch.floor),
-    # No direct form: with out= of other strides than the input's, ATen's oneDNN path for gelu
-    # leaves the output unwritten (seen with torch 2.13 on a CPU).
-    "gelu": Mode(1, _gelu),
+    "gelu": Mode(1, _gelu, _gelu_direct, True),
     "gelu_approx_tanh": _through(_gelu_tanh, True),
     "identity": Mode(1, lambda p, a: a[0]),
     "log": _unary(torch.log),

@@ -54,8 +54,13 @@ def test_unary_modes(check_graph, mode, dtype):
             continue
         # The second output is strided with gaps, the axes in reverse order.
         for stride in (None, (1, 4, 20)):
-            graph, feeds, _ = _graph(mode, [x], out_stride=stride, **parameters)
-            check_graph(graph, feeds)
+            for source in (
+                x,
+                x.transpose(0, 2).contiguous().transpose(0, 2),
+                x[:, :1].expand(3, 4, 5),
+            ):
+                graph, feeds, _ = _graph(mode, [source], out_stride=stride, **parameters)
+                check_graph(graph, feeds)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -85,17 +90,18 @@ def test_backward_modes(check_graph, mode, dtype):
         check_graph(graph, feeds)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mode", [*UNARY, *BACKWARD])
-def test_infinities_and_nan_have_the_limits_of_the_formulas(check_graph, mode):
+def test_infinities_and_nan_have_the_limits_of_the_formulas(check_graph, mode, dtype):
     # 64 elements: vectorized paths treat them otherwise than scalar ones do.
-    x = torch.tensor([math.inf, -math.inf, math.nan, 0.0]).repeat(16)
+    x = torch.tensor([math.inf, -math.inf, math.nan, 0.0], dtype=dtype).repeat(16)
     if mode.removesuffix("_backward") == "leaky_relu":
         parameters = {"negative_slope": 0.5}
     else:
         parameters = {}
     if mode == "relu_backward":
         x = x.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
-    operands = [torch.full((64,), 2.0), x] if mode in BACKWARD else [x]
+    operands = [torch.full((64,), 2.0, dtype=dtype), x] if mode in BACKWARD else [x]
     graph, feeds, _ = _graph(mode, operands, **parameters)
     check_graph(graph, feeds)
 
