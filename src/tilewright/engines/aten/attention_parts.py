@@ -146,7 +146,15 @@ class PartBuilder:
     def parts(
         self, inputs: Operands, facts: list[Sequence], starts: Mapping[str, list[int]]
     ) -> Iterator[tuple[Sequence, Part]]:
-        """A part a sequence, each made when its turn comes."""
+        """A part a sequence, each made when its turn comes; all are known to fit before the first.
+
+        Raises:
+            BindingError: if a sequence reaches beyond its operand.
+        """
+        for fact in facts:
+            for port, rows in (("q", fact.rows), ("k", fact.keys), ("v", fact.keys)):
+                if port in self.ragged:
+                    self.view(inputs, port, fact.batch, rows, starts)
         common = self._common(inputs)
         for fact in facts:
             batch = fact.batch
