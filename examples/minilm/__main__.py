@@ -217,7 +217,7 @@ def _run_graphs(progress: Progress) -> report.Section:
     else:
         rows = [row[:-1] for row in rows]
     return report.Section(
-        "Example graphs: tilewright run GRAPH, against the float64 reference", columns, rows
+        "tilewright run examples/GRAPH.json, against the float64 reference", columns, rows
     )
 
 
