@@ -62,6 +62,8 @@ def loader(record: TensorRecord, dtype: torch.dtype, device: torch.device) -> Lo
     if data_type is DataType.NOT_SET:
         raise NotSupportedError(f"tensor {record.label()} has no data type; one must be set")
     if data_type.is_sub_byte:
+        # Made here, so that no call has to copy it to the device.
+        _e2m1_table(device)
         decode = decode_e2m1 if data_type is DataType.FP4_E2M1 else _decode_int4
         return lambda operand: decode(unpack_codes(operand, record)).to(dtype)
     if record.is_pass_by_value and device.type != "cpu":

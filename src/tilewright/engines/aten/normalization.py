@@ -49,7 +49,7 @@ class Layout:
     count: int
     # True if they are the last axes, as ATen's function takes them.
     are_last: bool
-    # True if scale varies over the normalized axes only, so ATen's function applies it.
+    # True if scale has the extents of the normalized axes, so ATen's function applies it.
     affine_inside: bool
 
 
@@ -80,7 +80,9 @@ def layout_of(kind: str, source: TensorRecord, scale: TensorRecord) -> Layout:
         axes = (rank - 1,)
     are_last = axes == tuple(range(rank - len(axes), rank))
     shape = tuple(source.dim[axis] for axis in axes)
-    return Layout(axes, shape, math.prod(shape), are_last, set(varying) <= set(axes))
+    # A single channel's scale varies nowhere, and yet is no scale of the spatial axes.
+    inside = set(varying) <= set(axes) and all(scale.dim[axis] == source.dim[axis] for axis in axes)
+    return Layout(axes, shape, math.prod(shape), are_last, inside)
 
 
 def scalar_reader(operation: Any, port: str, device: torch.device) -> ReadScalar:

@@ -49,8 +49,9 @@ def prepare_layernorm_backward(operation: Any, device: torch.device) -> Kernel:
                 load(inputs, "grad"),
                 load(inputs, "input"),
                 shape,
-                load(inputs, "mean"),
-                load(inputs, "inv_variance"),
+                # ATen's function reads the statistics as packed, whatever their strides say.
+                load(inputs, "mean").contiguous(),
+                load(inputs, "inv_variance").contiguous(),
                 weight,
                 weight,  # only asked whether there is a bias
                 [True, True, True],

@@ -77,11 +77,11 @@ def prepare_pointwise(operation: Any, device: torch.device) -> Kernel:
 
 
 def _operand_loader(record: TensorRecord, dtype: torch.dtype, device: torch.device) -> casts.Loader:
-    load = casts.loader(record, dtype, device)
-    if not record.is_pass_by_value:
-        return load
-    # A scalar broadcasts whatever rank it was declared with.
-    return lambda operand: load(operand).reshape(())
+    if record.is_pass_by_value:
+        # A scalar broadcasts whatever rank it was declared with, and stays on the host: ATen
+        # takes a host scalar beside operands of any device.
+        return lambda operand: operand.to(dtype).reshape(())
+    return casts.loader(record, dtype, device)
 
 
 def _can_write_directly(

@@ -255,9 +255,9 @@ def _gelu_direct(p: PointwiseParameters) -> Callable[..., Any]:
     limit = _GATE_IS_CONSTANT_FROM
 
     def function(x: Tensor, out: Tensor) -> None:
-        # ATen's oneDNN path overflows in the upper half of the range, so what is above the limit is added
-        # afterwards: there gelu(x) is x. And it leaves an output unwritten whose strides are not
-        # the input's (seen with torch 2.13 on a CPU), so it gets one buffer for both.
+        # ATen's oneDNN path overflows in the upper half of the range, so what is above the limit
+        # is added afterwards: there gelu(x) is x. And it leaves an output unwritten whose strides
+        # are not the input's (seen with torch 2.13 on a CPU), so it gets one buffer for both.
         if x.element_size() < 4:
             wide = x.to(torch.float32, memory_format=torch.contiguous_format)
             held = wide.clamp(-limit, limit)

@@ -126,6 +126,26 @@ def test_backward_takes_gradients_of_any_strides(check_graph, kind, dtype, style
     check_graph(graph, feeds, factor=64)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_takes_statistics_of_any_strides(check_graph, kind):
+    x, scale, _ = _case(kind, torch.float32, torch.float32)
+    mean, inverse = (
+        torch.stack((part, torch.full_like(part, 1e9)), -1)[..., 0]
+        for part in _statistics(kind, x, scale)
+    )
+    graph, feeds, _ = _backward(kind, x.flip(0), x, scale, mean, inverse)
+    check_graph(graph, feeds, factor=64)
+
+
+def test_instancenorm_of_one_channel(check_graph):
+    x, scale = _draw((3, 1, 5, 4), torch.float32) + 1, torch.full((1, 1, 1, 1), 1.5)
+    graph, feeds, _ = _forward("instancenorm", x, scale, scale)
+    check_graph(graph, feeds, factor=16)
+    mean, inverse = _statistics("instancenorm", x, scale)
+    graph, feeds, _ = _backward("instancenorm", x.flip(0), x, scale, mean, inverse)
+    check_graph(graph, feeds, factor=64)
+
+
 def test_rmsnorm_of_bfloat16_with_a_float32_weight_sums_its_gradient_in_float32(check_graph):
     # In bfloat16 a sum of 2048 terms stops growing at 256 times a term.
     x, scale = _draw((2, 1024, 256), torch.bfloat16), _draw((1, 1, 256), torch.float32, seed=1)
