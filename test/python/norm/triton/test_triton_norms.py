@@ -1,0 +1,219 @@
+"""Triton's RMSNorm and LayerNorm: interpreted without a GPU, compiled for four targets anyway.
+
+With a GPU the same cases run the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.engines.triton.engine import interpreting
+
+pytestmark = pytest.mark.L0
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+PHASES = tw.norm_forward_phase
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    if HAS_GPU:
+        yield
+        return
+    with interpreting():
+        yield
+
+
+def declare(
+    kind: str, x: torch.Tensor, *, has_bias: bool, training: bool, y_stride: Any = None
+) -> Any:
+    graph = tw.Graph(
+        io_data_type=x.dtype,
+        intermediate_data_type="float32",
+        handle=tw.create_handle(DEVICE),
+    )
+    source = graph.tensor(x.shape, x.stride(), name="x")
+    ones = (1,) * (x.dim() - 1)
+    scale = graph.tensor((*ones, x.shape[-1]), name="scale")
+    bias = graph.tensor((*ones, x.shape[-1]), name="bias") if has_bias else None
+    phase = PHASES.TRAINING if training else PHASES.INFERENCE
+    made = getattr(graph, kind)(phase, source, scale, bias, graph.tensor_scalar(1e-5))
+    made[0].set_output(True).set_name("y")
+    if y_stride is not None:
+        made[0].set_dim(x.shape).set_stride(y_stride)
+    for tensor, name in zip(made[1:], ("mean", "inverse")[3 - len(made) :], strict=True):
+        if tensor is not None:
+            tensor.set_output(True).set_name(name).set_data_type("float32")
+    return graph
+
+
+def expected(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
+    x, w = x.double().cpu(), w.double().cpu()
+    mean = x.mean(-1, keepdim=True) if kind == "layernorm" else torch.zeros(1)
+    centred = x - mean
+    inverse = 1 / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+    y = centred * inverse * w
+    return y if b is None else y + b.double().cpu(), mean, inverse
+
+
+SHAPES = [(1, 1), (5, 7), (3, 5, 33), (2, 3, 2, 64), (9, 129), (4, 1024)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("training", [False, True])
+def test_values_and_statistics(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str, training: bool
+) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    has_bias = kind == "layernorm" or shape[-1] % 2 == 1
+    x, w, b = (
+        torch.randn(s, generator=generator).to(dtype).to(DEVICE)
+        for s in (shape, shape[-1:], shape[-1:])
+    )
+    graph = declare(kind, x, has_bias=has_bias, training=training)
+    graph.build()
+    assert graph.selected_engine == "triton"
+    pack = {"x": x, "scale": w, "y": torch.full_like(x, torch.nan)}
+    if has_bias:
+        pack["bias"] = b
+    for tensor in graph.outputs():
+        if tensor.name != "y":
+            pack[tensor.name] = torch.full(tensor.dim, torch.nan, device=DEVICE)
+    graph.execute(pack)
+    y, mean, inverse = expected(kind, x, w, b if has_bias else None)
+    bound = TOLERANCE[dtype] * max(y.abs().max().item(), 1.0)
+    assert (pack["y"].double().cpu() - y).abs().max().item() <= bound
+    if training:
+        assert torch.allclose(pack["inverse"].double().cpu(), inverse, rtol=1e-5)
+        if kind == "layernorm":
+            assert torch.allclose(pack["mean"].double().cpu(), mean, atol=1e-5)
+
+
+def test_strided_rows_and_untouched_gaps() -> None:
+    # Rows step along two axes, elements by two; gaps between the outputs keep their bytes.
+    generator = torch.Generator().manual_seed(3)
+    storage = torch.randn(4, 3, 40, generator=generator).to(DEVICE)
+    x = storage[:, :2, :34:2]
+    y = torch.full((4, 2, 30), 7.0, device=DEVICE)
+    w = torch.randn(17, generator=generator).to(DEVICE)
+    graph = declare("rmsnorm", x, has_bias=False, training=False, y_stride=y[..., :17].stride())
+    graph.build()
+    assert graph.selected_engine == "triton"
+    graph.execute({"x": x, "scale": w, "y": y[..., :17]})
+    reference = expected("rmsnorm", x, w, None)[0]
+    assert torch.allclose(y[..., :17].double().cpu(), reference, atol=1e-5)
+    assert torch.equal(y[..., 17:], torch.full((4, 2, 13), 7.0, device=DEVICE))
+
+
+def test_a_misaligned_operand_takes_the_general_kernel() -> None:
+    generator = torch.Generator().manual_seed(4)
+    storage = torch.randn(2 * 64 + 1, generator=generator).to(DEVICE)
+    w = torch.randn(64, generator=generator).to(DEVICE)
+    graph = declare("rmsnorm", storage[1:].view(2, 64), has_bias=False, training=False)
+    graph.build()
+    for start in (0, 1):
+        x = storage[start : start + 128].view(2, 64)
+        y = torch.empty(2, 64, device=DEVICE)
+        graph.execute({"x": x, "scale": w, "y": y})
+        assert torch.allclose(y.double().cpu(), expected("rmsnorm", x, w, None)[0], atol=1e-5)
+
+
+def test_epsilon_is_read_at_each_call() -> None:
+    x = torch.ones(2, 8, device=DEVICE)
+    w = torch.ones(8, device=DEVICE)
+    graph = declare("rmsnorm", x, has_bias=False, training=False)
+    graph.build()
+    epsilon = next(t for t in graph.inputs() if t.is_pass_by_value)
+    y = torch.empty(2, 8, device=DEVICE)
+    for value in (3.0, 8.0):
+        graph.execute({"x": x, "scale": w, "y": y, epsilon: torch.full((1, 1, 1, 1), value)})
+        assert torch.allclose(y.cpu(), torch.full((2, 8), (1 + value) ** -0.5))
+
+
+DECLINES: list[tuple[str, Any, str]] = [
+    ("two axes", lambda g, x: (x, g.tensor((1, 3, 4))), "normalizes the last axis"),
+    ("wide rows", lambda g, x: (g.tensor((1, 1, 65537)), g.tensor((1, 1, 65537))), "1 to 65536"),
+]
+
+
+@pytest.mark.parametrize(
+    ("operands", "reason"), [row[1:] for row in DECLINES], ids=[row[0] for row in DECLINES]
+)
+def test_a_decline_names_the_tensor_and_the_rule(operands: Any, reason: str) -> None:
+    graph = tw.Graph(
+        io_data_type="float32", intermediate_data_type="float32", handle=tw.create_handle(DEVICE)
+    )
+    x, scale = operands(graph, graph.tensor((2, 3, 4)))
+    y, _ = graph.rmsnorm(PHASES.INFERENCE, x, scale, None, graph.tensor_scalar(1e-5))
+    y.set_output(True)
+    graph.build()
+    verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
+    assert graph.selected_engine == "aten" and reason in verdict.reason
+
+
+COMPILE = """
+import json
+import torch
+import tilewright as tw
+from tilewright.engines.triton import normalization
+from tilewright.engines.triton.compiler import TARGETS, compile_kernel
+
+results = []
+for kind in ("rmsnorm", "layernorm"):
+    for dtype in ("bfloat16", "float32"):
+        graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+        x, scale, bias = (graph.tensor(dim) for dim in ((8, 1024), (1, 1024), (1, 1024)))
+        phase = tw.norm_forward_phase.TRAINING
+        made = getattr(graph, kind)(phase, x, scale, bias, graph.tensor_scalar(1e-5))
+        for tensor in made:
+            tensor.set_output(True)
+        for tensor in made[1:]:
+            tensor.set_data_type("float32")
+        graph.validate()
+        plan = normalization.plan(graph, (), 4)
+        for chosen in (plan, plan.fallback):
+            for kernel in chosen.kernels:
+                names = list(kernel.spec.function.arg_names)
+                given = [name for name, _ in kernel.spec.types]
+                constants = [name for name, _ in kernel.spec.constants]
+                for target in TARGETS:
+                    code = compile_kernel(kernel.spec, target)
+                    results.append({
+                        "target": target,
+                        "bytes": len(code.image),
+                        "threads": code.threads,
+                        "runtime_in_order": given == [n for n in names if n not in constants],
+                        "all_named": sorted(given + constants) == sorted(names),
+                        "one_argument_each": len(kernel.arguments) == len(given),
+                    })
+print(json.dumps(results))
+"""
+
+
+def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled() -> None:
+    # B18: compile-time parameters are no run-time ones, and the call site has one of each.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment
+    )
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    assert {tuple(result["target"]) for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
+    assert len(results) == 2 * 2 * 2 * 4
+    for result in results:
+        assert result["bytes"] > 1000 and result["threads"] % 32 == 0
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
