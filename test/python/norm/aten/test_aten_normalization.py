@@ -204,3 +204,19 @@ def test_a_quantized_output_saturates(check_graph):
     outputs[0].set_data_type(torch.float8_e4m3fn)
     results = check_graph(graph, feeds, factor=16)
     assert results[outputs[0]].float().abs().max() == 448
+
+
+def test_a_residual_before_and_a_block_scaled_quantization_after(check_graph):
+    x, residual = _draw((6, 64), torch.bfloat16), _draw((6, 64), torch.bfloat16, seed=1)
+    scale = _draw((1, 64), torch.float32, seed=2)
+    graph = tilewright.Graph(io_data_type=torch.bfloat16, intermediate_data_type=torch.float32)
+    buffers = (x, residual, scale)
+    tensors = [graph.tensor_like(buffer) for buffer in buffers]
+    summed = graph.add(tensors[0], tensors[1]).set_output(True).set_data_type(torch.float32)
+    epsilon = graph.tensor_scalar(EPSILON)
+    y = graph.rmsnorm(norm_forward_phase.INFERENCE, summed, tensors[2], None, epsilon)[0]
+    elements, scales = graph.block_scale_quantize(y, 32)
+    elements.set_output(True).set_data_type("FP8_E4M3")
+    scales.set_output(True).set_data_type("FP8_E8M0")
+    feeds = dict(zip(tensors, buffers, strict=True)) | {epsilon: torch.tensor(EPSILON)}
+    check_graph(graph, feeds, factor=16)
