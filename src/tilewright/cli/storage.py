@@ -139,7 +139,11 @@ def _place(tensor: Tensor, storage: torch.Tensor, values: torch.Tensor) -> None:
         storage.copy_(values)
     elif self_overlaps(tensor.dim, tensor.stride):
         # Elements that share a place: the last one written stays, for all of them.
-        storage[element_offsets(tensor).flatten()] = values.flatten()
+        target, source = storage, values.flatten()
+        if storage.element_size() == 1:
+            # By their bytes: not every 8-bit type can be indexed.
+            target, source = storage.view(torch.uint8), source.view(torch.uint8)
+        target[element_offsets(tensor).flatten()] = source
     else:
         storage.as_strided(tensor.dim, tensor.stride).copy_(values)
 

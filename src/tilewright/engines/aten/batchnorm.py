@@ -110,11 +110,13 @@ def prepare_batchnorm_backward(operation: Any, device: torch.device) -> Kernel:
         dx, dscale, dbias = _backward_function(
             load(inputs, "grad"),
             load(inputs, "input"),
-            load(inputs, "scale").reshape(channels),
+            # For some inputs ATen's function reads values a channel as packed, whatever their
+            # strides say.
+            load(inputs, "scale").reshape(channels).contiguous(),
             None,
             None,
-            load(inputs, "mean").reshape(channels),
-            load(inputs, "inv_variance").reshape(channels),
+            load(inputs, "mean").reshape(channels).contiguous(),
+            load(inputs, "inv_variance").reshape(channels).contiguous(),
             True,
             0.0,
             [True, True, True],

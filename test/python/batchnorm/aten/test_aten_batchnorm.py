@@ -107,6 +107,22 @@ def test_backward(check_graph, dtype, shape):
             check_graph(graph, feeds, factor=256)
 
 
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3, 3)])
+@pytest.mark.parametrize("port", ["scale", "mean", "inv_variance"])
+def test_backward_takes_channels_of_any_strides(check_graph, shape, port):
+    x = _draw(shape, torch.float32)
+    x = x.to(memory_format=torch.channels_last) if shape[2:] else x
+    graph = tilewright.Graph(io_data_type=x.dtype)
+    values = {name: _channels(x, seed).abs() for seed, name in enumerate(("scale", "inv_variance"))}
+    values = {"grad": x.flip(0), "input": x, "mean": _channels(x, 3), **values}
+    values[port] = torch.stack((values[port], torch.full_like(values[port], 1e9)), -1)[..., 0]
+    tensors = {name: graph.tensor_like(value) for name, value in values.items()}
+    for output in graph.batchnorm_backward(**tensors):
+        output.set_output(True)
+    feeds = {tensors[name]: value for name, value in values.items()}
+    check_graph(graph, feeds, factor=64)
+
+
 def test_running_statistics_may_be_updated_in_place():
     x = _draw((4, 6, 5), torch.float32) + 2
     graph, feeds, outputs = _training(x)

@@ -470,6 +470,18 @@ def test_storage_has_the_declared_layout_and_alignment() -> None:
     assert bool((values != 0).all())
 
 
+@pytest.mark.parametrize("data_type", ["float32", "FP8_E4M3", "FP8_E8M0", "BOOLEAN"])
+def test_elements_that_share_a_place_hold_one_value(data_type: str) -> None:
+    graph = Graph("g", "float32")
+    expanded = graph.tensor((2, 3), (0, 1), data_type)
+    graph.identity(expanded).set_output(True)
+    graph.validate()
+    storage = make_inputs(graph, {}, 0).buffers[expanded.uid]
+    assert storage.numel() == 3
+    view = logical_view(expanded, storage).to(torch.float32)
+    assert torch.equal(view[0], view[1])
+
+
 @pytest.mark.parametrize(
     "data_type", ["float32", "bfloat16", "FP8_E4M3", "FP8_E5M2", "FP8_E8M0", "int32", "BOOLEAN"]
 )

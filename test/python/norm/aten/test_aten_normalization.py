@@ -7,6 +7,7 @@ import torch
 
 import tilewright
 from tilewright import norm_forward_phase
+from tilewright.engines.aten import normalization
 
 pytestmark = pytest.mark.L0
 
@@ -219,4 +220,23 @@ def test_a_residual_before_and_a_block_scaled_quantization_after(check_graph):
     elements.set_output(True).set_data_type("FP8_E4M3")
     scales.set_output(True).set_data_type("FP8_E8M0")
     feeds = dict(zip(tensors, buffers, strict=True)) | {epsilon: torch.tensor(EPSILON)}
+    check_graph(graph, feeds, factor=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float32_input_of_a_narrow_output_is_left_as_it_is(check_graph, kind):
+    x, scale, bias = _case(kind, torch.float32, torch.float32)
+    for out_type in (torch.bfloat16, torch.float8_e4m3fn):
+        graph, feeds, outputs = _forward(kind, x, scale, bias)
+        outputs[0].set_data_type(out_type)
+        check_graph(graph, feeds, factor=16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_large_inputs_take_the_path_without_large_temporaries(check_graph, kind, dtype):
+    x = _draw((512, 160), dtype) + 1
+    scale, bias = _draw((1, 160), dtype, seed=1), _draw((1, 160), dtype, seed=2)
+    assert x.numel() >= normalization._IN_PLACE_FROM
+    graph, feeds, _ = _forward(kind, x, scale, bias)
     check_graph(graph, feeds, factor=16)
