@@ -74,6 +74,12 @@ _TRITON_ROWS = (
         compute_capabilities=_TRITON_TARGETS,
         note="over the last axis, up to 65536 elements",
     ),
+    CapabilityRow(
+        ("rmsnorm_backward", "layernorm_backward"),
+        FLOATS,
+        compute_capabilities=_TRITON_TARGETS,
+        note="over the last axis, up to 16384 elements",
+    ),
 )
 
 ENGINE_TABLE: tuple[EngineEntry, ...] = (

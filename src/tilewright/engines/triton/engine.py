@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 # Kind of a graph's first operation -> the module that takes such graphs. A family module has
 # propose(graph, sm_count) -> list[Proposal] and plan(graph, knobs, sm_count) -> TritonPlan, and
 # imports Triton, so it is loaded only where a kernel can run.
-_FAMILIES: dict[str, str] = dict.fromkeys(("rmsnorm", "layernorm"), "normalization")
+_FAMILIES: dict[str, str] = {
+    **dict.fromkeys(("rmsnorm", "layernorm"), "normalization"),
+    **dict.fromkeys(("rmsnorm_backward", "layernorm_backward"), "normalization_backward"),
+}
 # Multiprocessors assumed where there is no device to ask (the interpreter).
 _INTERPRETED_SM_COUNT = 4
 _OLDEST_TRITON = (3, 6)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -27,14 +26,19 @@ from tilewright.engines.triton.planned import (
     slot_numbers,
     strides_aligned,
 )
+from tilewright.engines.triton.rows import (
+    Steps,
+    is_packed,
+    only_operation,
+    require_vector,
+    row_steps,
+)
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation
-from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar
 
-KINDS = ("rmsnorm", "layernorm")
 # A row longer than this does not fit a program's registers.
 MAX_WIDTH = 65536
 # Elements that one warp holds comfortably, which sets warps a row and rows a program.
@@ -111,8 +115,8 @@ def choose_config(width: int) -> NormConfig:
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal, with the warps as a knob; declines what the kernel cannot address."""
-    operation = _only_operation(graph)
-    _rows_layout(operation)
+    operation = only_operation(graph, "norms")
+    _check(operation)
     config = choose_config(operation.inputs["input"].dim[-1])
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
     return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
@@ -120,7 +124,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> TritonPlan:
     """One kernel; aligned rows get wide loads, with a general plan behind them."""
-    operation = _only_operation(graph)
+    operation = only_operation(graph, "norms")
     slots = slot_numbers(graph)
     warps = dict(knobs).get(knob_type.WARPS)
     general = _plan(operation, slots, warps, is_aligned=False)
@@ -146,7 +150,7 @@ def _plan(
     inverse, mean = operation.outputs.get("inv_variance"), operation.outputs.get("mean")
     width = x.dim[-1]
     config = choose_config(width)
-    rows, inner, x_steps, y_steps = _rows_layout(operation)
+    rows, inner, (x_steps, y_steps) = _check(operation)
     has_statistics = inverse is not None and not inverse.is_virtual
     is_layer = operation.kind == "layernorm"
     compute = tl.float64 if x.data_type is DataType.DOUBLE else tl.float32
@@ -207,15 +211,6 @@ def _plan(
     return TritonPlan((PlannedKernel(spec, grid, tuple(arguments)),) if rows else ())
 
 
-def _only_operation(graph: DeclaredGraph) -> Operation:
-    if len(graph.operations) != 1:
-        raise NotSupportedError(
-            f"graph {graph.name!r} has {len(graph.operations)} operations; the Triton norms take "
-            "graphs of one"
-        )
-    return graph.operations[0]
-
-
 def _epsilon(operation: Operation, slots: Mapping[int, int]) -> Argument:
     tensor = operation.inputs["epsilon"]
     if not tensor.is_pass_by_value:
@@ -225,69 +220,19 @@ def _epsilon(operation: Operation, slots: Mapping[int, int]) -> Argument:
     return HostScalar(slots[tensor.uid], None if tensor.value is None else float(tensor.value))
 
 
-def _rows_layout(
-    operation: Operation,
-) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
-    """(rows, inner rows, x's two row steps, y's two row steps) in elements.
+def _check(operation: Operation) -> tuple[int, int, tuple[Steps, ...]]:
+    """Rows and steps of x and y, once everything is known to be addressable.
 
     Raises:
-        NotSupportedError: if the leading axes need more than two steps, or the scale spans more
-            than the last axis.
+        NotSupportedError: naming the tensor and the rule.
     """
     x, y, scale = operation.inputs["input"], operation.outputs["Y"], operation.inputs["scale"]
-    width = x.dim[-1]
-    if scale.dim[-1] != width or any(extent != 1 for extent in scale.dim[:-1]):
-        raise NotSupportedError(
-            f"tensor {scale.label()} (scale) has dim {scale.dim}; the kernel normalizes the last "
-            f"axis of {x.dim} alone"
-        )
-    if not 1 <= width <= MAX_WIDTH:
-        raise NotSupportedError(
-            f"tensor {x.label()} (input) has {width} elements a row; the kernel takes 1 to "
-            f"{MAX_WIDTH}"
-        )
+    require_vector(scale, x, "scale", MAX_WIDTH)
     for name in ("mean", "inv_variance"):
         tensor = operation.outputs.get(name)
-        if tensor is not None and not tensor.is_virtual and not _is_packed(tensor):
+        if tensor is not None and not tensor.is_virtual and not is_packed(tensor):
             raise NotSupportedError(
                 f"tensor {tensor.label()} ({name}) has stride {tensor.stride}; the kernel writes "
                 "statistics packed"
             )
-    axes = _merged_axes(x, y)
-    if len(axes) > 2:
-        raise NotSupportedError(
-            f"tensor {x.label()} (input) has stride {x.stride} over dim {x.dim}; the kernel steps "
-            "rows along at most two axes"
-        )
-    padded = [(1, 0, 0)] * (2 - len(axes)) + axes
-    (outer, xo, yo), (inner, xi, yi) = padded
-    return outer * inner, max(inner, 1), (xo, xi), (yo, yi)
-
-
-def _merged_axes(x: Tensor, y: Tensor) -> list[tuple[int, int, int]]:
-    """(extent, x step, y step) of the leading axes, neighbours joined where both allow it."""
-    merged: list[tuple[int, int, int]] = []
-    for extent, x_step, y_step in zip(x.dim[:-1], x.stride[:-1], y.stride[:-1], strict=True):
-        if extent == 1:
-            continue
-        if merged:
-            before, x_before, y_before = merged[-1]
-            if x_before == x_step * extent and y_before == y_step * extent:
-                merged[-1] = (before * extent, x_step, y_step)
-                continue
-        merged.append((extent, x_step, y_step))
-    return merged
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    step = 1
-    for extent, stride in zip(reversed(tensor.dim), reversed(tensor.stride), strict=True):
-        if extent != 1 and stride != step:
-            return False
-        step *= extent
-    return True
-
-
-def all_configs() -> list[Any]:
-    """Configs of the widths that tests compile for every target."""
-    return [choose_config(width) for width in (64, 384, 1024, 4096, 8192, 16384)]
+    return row_steps((x, y))

@@ -144,8 +144,66 @@ def test_epsilon_is_read_at_each_call() -> None:
         assert torch.allclose(y.cpu(), torch.full((2, 8), (1 + value) ** -0.5))
 
 
+def backward_graph(kind: str, tensors: dict[str, torch.Tensor], *, has_dbias: bool) -> Any:
+    x, w = tensors["x"], tensors["w"]
+    graph = tw.Graph(
+        io_data_type=x.dtype, intermediate_data_type="float32", handle=tw.create_handle(DEVICE)
+    )
+    declared = {n: graph.tensor(t.shape, t.stride(), t.dtype, name=n) for n, t in tensors.items()}
+    declared["w"].set_dim((*(1,) * (x.dim() - 1), w.shape[0])).set_stride((1,) * x.dim())
+    g, x_, w_, inverse = (declared[name] for name in ("g", "x", "w", "inverse"))
+    if kind == "layernorm":
+        made = graph.layernorm_backward(g, x_, w_, declared["mean"], inverse)
+    else:
+        made = graph.rmsnorm_backward(g, x_, w_, inverse, has_dbias)
+    for name, tensor in zip(("dx", "dscale", "dbias"), made, strict=True):
+        if tensor is not None:
+            tensor.set_output(True).set_name(name)
+            tensor.set_data_type(x.dtype if name == "dx" else "float32")
+    return graph
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 5, 64), (40, 129)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_backward(shape: tuple[int, ...], dtype: torch.dtype, kind: str, is_expanded: bool) -> None:
+    # An expanded gradient (stride 0) is what sum() sends; more rows than programs are walked.
+    generator = torch.Generator().manual_seed(len(shape))
+    x, w = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape[-1:]))
+    g = torch.randn(shape, generator=generator).to(dtype)
+    if is_expanded:
+        g = g.flatten()[:1].view((1,) * len(shape)).expand(shape)
+    has_dbias = kind == "layernorm" or shape[-1] % 2 == 1
+    wide = [t.double().requires_grad_() for t in (x, w, torch.zeros(shape[-1]))]
+    y, mean, inverse = expected(kind, *wide)
+    y.backward(g.double())
+    tensors = {"g": g, "x": x, "w": w, "inverse": inverse.detach().float()}
+    if kind == "layernorm":
+        tensors["mean"] = mean.detach().float()
+    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    graph = backward_graph(kind, tensors, has_dbias=has_dbias)
+    graph.build()
+    assert graph.selected_engine == "triton"
+    outputs = {"dx": torch.full_like(x, torch.nan, device=DEVICE)}
+    names = ("dscale", "dbias") if has_dbias else ("dscale",)
+    outputs |= {name: torch.full(shape[-1:], torch.nan, device=DEVICE) for name in names}
+    workspace = torch.full((graph.get_workspace_size() + 64,), 0xAB, dtype=torch.uint8)
+    workspace = workspace.to(DEVICE)
+    graph.execute({**tensors, **outputs}, workspace)
+    assert torch.all(workspace[-64:] == 0xAB), "nothing beyond the stated workspace is touched"
+    first = {name: tensor.clone() for name, tensor in outputs.items()}
+    graph.execute({**tensors, **outputs}, workspace)
+    for (name, tensor), reference in zip(outputs.items(), wide, strict=False):
+        assert torch.equal(tensor, first[name]), "the sums are in a fixed order"
+        wanted = reference.grad
+        tol = TOLERANCE[dtype] if name == "dx" else 1e-5
+        bound = tol * max(wanted.abs().max().item(), 1.0)
+        assert (tensor.double().cpu() - wanted).abs().max().item() <= bound, name
+
+
 DECLINES: list[tuple[str, Any, str]] = [
-    ("two axes", lambda g, x: (x, g.tensor((1, 3, 4))), "normalizes the last axis"),
+    ("two axes", lambda g, x: (x, g.tensor((1, 3, 4))), "the last axis of"),
     ("wide rows", lambda g, x: (g.tensor((1, 1, 65537)), g.tensor((1, 1, 65537))), "1 to 65536"),
 ]
 
@@ -169,7 +227,7 @@ COMPILE = """
 import json
 import torch
 import tilewright as tw
-from tilewright.engines.triton import normalization
+from tilewright.engines.triton import normalization, normalization_backward
 from tilewright.engines.triton.compiler import TARGETS, compile_kernel
 
 results = []
@@ -184,8 +242,18 @@ for kind in ("rmsnorm", "layernorm"):
         for tensor in made[1:]:
             tensor.set_data_type("float32")
         graph.validate()
-        plan = normalization.plan(graph, (), 4)
-        for chosen in (plan, plan.fallback):
+        backward = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+        g, x, scale = (backward.tensor(dim) for dim in ((8, 1024), (8, 1024), (1, 1024)))
+        m, i = (backward.tensor((8, 1), data_type="float32") for _ in range(2))
+        if kind == "rmsnorm":
+            made = backward.rmsnorm_backward(g, x, scale, i, True)
+        else:
+            made = backward.layernorm_backward(g, x, scale, m, i)
+        for tensor in made:
+            tensor.set_output(True)
+        backward.validate()
+        plans = [normalization.plan(graph, (), 4), normalization_backward.plan(backward, (), 4)]
+        for chosen in (*plans, *(plan.fallback for plan in plans)):
             for kernel in chosen.kernels:
                 names = list(kernel.spec.function.arg_names)
                 given = [name for name, _ in kernel.spec.types]
@@ -213,7 +281,8 @@ def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled() -> N
     assert child.returncode == 0, child.stderr
     results = json.loads(child.stdout)
     assert {tuple(result["target"]) for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
-    assert len(results) == 2 * 2 * 2 * 4
+    # Two kinds, two types, three kernels with and without alignment, four targets.
+    assert len(results) == 2 * 2 * 3 * 2 * 4
     for result in results:
         assert result["bytes"] > 1000 and result["threads"] % 32 == 0
         assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
