@@ -10,7 +10,7 @@ from tilewright.errors import OracleError
 from tilewright.oracle.formats import to_float64
 from tilewright.oracle.tolerances import TIGHT
 
-__all__ = ["assert_close", "worst_elements"]
+__all__ = ["assert_close", "require_float64", "require_same_specials", "worst_elements"]
 
 _SHOWN = 5
 
@@ -60,11 +60,7 @@ def assert_close(
     """
     if not (math.isfinite(tol) and tol >= 0):
         raise ValueError(f"{name}: tol is {tol}; expected a finite number of at least 0")
-    if tol < TIGHT and expected.is_floating_point() and expected.dtype != torch.float64:
-        raise ValueError(
-            f"{name}: tol {tol:g} is under {TIGHT:g} and the reference is {expected.dtype}; "
-            "a tolerance this tight needs a float64 reference"
-        )
+    require_float64(expected, tol, name)
     if actual.shape != expected.shape:
         raise OracleError(
             f"{name}: shape {tuple(actual.shape)}; the reference has {tuple(expected.shape)}"
@@ -73,9 +69,7 @@ def assert_close(
         return
     got = to_float64(actual.detach())
     want = to_float64(expected.detach()).to(got.device)
-    _require_same(torch.isnan(got), torch.isnan(want), "NaN", name, got, want)
-    for value, label in ((math.inf, "+inf"), (-math.inf, "-inf")):
-        _require_same(got == value, want == value, label, name, got, want)
+    require_same_specials(got, want, name)
     finite = torch.isfinite(want)
     zero = torch.zeros_like(want)
     error = torch.where(finite, (got - want).abs(), zero)
@@ -88,6 +82,22 @@ def assert_close(
             f"{bound:.4g} (tol {tol:g} * max(|reference|.max() = {largest:.4g}, 1)); largest "
             f"error {float(error.max()):.4g}\n{worst_elements(got, want, error)}"
         )
+
+
+def require_float64(expected: torch.Tensor, tol: float, name: str) -> None:
+    """Raise ValueError if `tol` is tighter than 1e-3 and a floating reference is not float64."""
+    if tol < TIGHT and expected.is_floating_point() and expected.dtype != torch.float64:
+        raise ValueError(
+            f"{name}: tol {tol:g} is under {TIGHT:g} and the reference is {expected.dtype}; "
+            "a tolerance this tight needs a float64 reference"
+        )
+
+
+def require_same_specials(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    """Raise OracleError unless NaNs, +inf and -inf stand in the same places (float64 tensors)."""
+    _require_same(torch.isnan(got), torch.isnan(want), "NaN", name, got, want)
+    for value, label in ((math.inf, "+inf"), (-math.inf, "-inf")):
+        _require_same(got == value, want == value, label, name, got, want)
 
 
 def _require_same(
