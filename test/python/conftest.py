@@ -19,18 +19,18 @@ _POISON = 0xFF
 
 @pytest.fixture
 def run_guarded() -> Callable[..., dict[Any, torch.Tensor]]:
-    """Return a function (graph, feeds, engine=None) that runs a graph on the CPU.
+    """Return a function (graph, feeds, engine="aten") that runs a graph on the CPU.
 
-    ``feeds`` maps input tensors to buffers. Each output gets a buffer of its declared dim and
-    strides, poisoned, amid poisoned guard bytes; guards and stride gaps must keep their poison
-    and inputs their bytes. It returns output tensor -> logical values (float64 for FP8 and FP4).
+    The plan is the named engine's, never another's. ``feeds`` maps input tensors to buffers.
+    Each output gets a buffer of its declared dim and strides, poisoned, amid poisoned guard
+    bytes; guards and stride gaps must keep their poison and inputs their bytes. It returns output tensor -> logical values (float64 for FP8 and FP4).
     """
     return _run_guarded
 
 
 @pytest.fixture
 def check_graph() -> Callable[..., dict[Any, torch.Tensor]]:
-    """Return a function (graph, feeds, factor=8.0, engine=None) that also checks the values.
+    """Return a function (graph, feeds, factor=8.0, engine="aten") that also checks the values.
 
     Each output must differ from the float64 oracle by no more than one rounding to its type
     plus ``factor`` roundings of the arithmetic (float32, or float64 for a float64 output), both
@@ -38,7 +38,7 @@ def check_graph() -> Callable[..., dict[Any, torch.Tensor]]:
     """
 
     def check(
-        graph: Any, feeds: Mapping[Any, torch.Tensor], factor: float = 8.0, engine: Any = None
+        graph: Any, feeds: Mapping[Any, torch.Tensor], factor: float = 8.0, engine: str = "aten"
     ) -> dict[Any, torch.Tensor]:
         results = _run_guarded(graph, feeds, engine)
         expected = _expected(graph, feeds)
@@ -50,17 +50,19 @@ def check_graph() -> Callable[..., dict[Any, torch.Tensor]]:
 
 
 def _run_guarded(
-    graph: Any, feeds: Mapping[Any, torch.Tensor], engine: Any = None
+    graph: Any, feeds: Mapping[Any, torch.Tensor], engine: str = "aten"
 ) -> dict[Any, torch.Tensor]:
     import torch
 
     from tilewright.oracle import layout
+    from tilewright.planning.table import engine_by_name
 
-    if engine is None:
+    entry = engine_by_name(engine)
+    assert entry is not None, f"no engine {engine!r}"
+    if not graph.is_built:
+        graph.create_execution_plan(entry.engine_id)
         graph.build()
-    else:
-        graph.create_execution_plans()
-        graph.create_execution_plan(engine, {})
+    assert graph.selected_engine == engine
     pack: dict[Any, Any] = dict(feeds)
     raws: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
     for tensor in graph.outputs():
