@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,8 @@ def run_guarded() -> Callable[..., dict[Any, torch.Tensor]]:
 
     The plan is the named engine's, never another's. ``feeds`` maps input tensors to buffers.
     Each output gets a buffer of its declared dim and strides, poisoned, amid poisoned guard
-    bytes; guards and stride gaps must keep their poison and inputs their bytes. It returns output tensor -> logical values (float64 for FP8 and FP4).
+    bytes; guards and stride gaps must keep their poison and inputs their bytes. It returns
+    output tensor -> logical values (float64 for packed FP4).
     """
     return _run_guarded
 
@@ -40,8 +39,10 @@ def check_graph() -> Callable[..., dict[Any, torch.Tensor]]:
     def check(
         graph: Any, feeds: Mapping[Any, torch.Tensor], factor: float = 8.0, engine: str = "aten"
     ) -> dict[Any, torch.Tensor]:
+        from tilewright.oracle import evaluate
+
         results = _run_guarded(graph, feeds, engine)
-        expected = _expected(graph, feeds)
+        expected = evaluate(graph, feeds)
         for tensor, actual in results.items():
             _compare(tensor, actual, expected[tensor.uid], factor)
         return results
@@ -132,23 +133,6 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     storage = buffer.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
     return flat.clone()
-
-
-def _expected(graph: Any, feeds: Mapping[Any, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Output uid -> float64 values, by the oracle's reference of each operation in turn."""
-    import tilewright.oracle as package
-    from tilewright.oracle import layout
-    from tilewright.oracle.registry import reference_of
-
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-    values = {tensor.uid: layout.load(tensor, buffer) for tensor, buffer in feeds.items()}
-    for operation in graph.operations:
-        inputs = {port: values[tensor.uid] for port, tensor in operation.inputs.items()}
-        outputs = reference_of(operation.kind)(operation, inputs)
-        for port, tensor in operation.outputs.items():
-            values[tensor.uid] = outputs[port]
-    return values
 
 
 def _compare(tensor: Any, actual: torch.Tensor, expected: torch.Tensor, factor: float) -> None:
