@@ -1,7 +1,7 @@
 """Scaled dot product attention, forward and backward: which way each call is computed.
 
-ATen's fused function where it means the same (``attention_fused``), else a composition of matrix
-products a row block at a time (``attention_compose``).
+ATen's fused function where it means the same (``attention_fused``; ``attention_fused_padded`` for
+lengths), else a composition of matrix products a row block at a time (``attention_compose``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from tilewright.engines.aten.attention_compose import compose_backward, compose_forward
 from tilewright.engines.aten.attention_fused import fused_backward, fused_forward
+from tilewright.engines.aten.attention_fused_padded import padded_backward, padded_forward
 from tilewright.engines.aten.attention_spec import read_spec
 from tilewright.engines.aten.registry import Kernel, implements
 
@@ -24,7 +25,8 @@ def prepare_sdpa(operation: Any, device: torch.device) -> Kernel:
     """Attention forward; see ``AttentionSpec`` for what may be declared."""
     spec = read_spec(operation)
     composed = compose_forward(operation, spec, device, device.type == "cpu")
-    return _first_that_serves(fused_forward(operation, spec, device), composed)
+    padded = padded_forward(operation, spec, device)
+    return _first_that_serves(padded or fused_forward(operation, spec, device), composed)
 
 
 @implements("sdpa_backward")
@@ -32,7 +34,8 @@ def prepare_sdpa_backward(operation: Any, device: torch.device) -> Kernel:
     """Attention backward, deterministic."""
     spec = read_spec(operation)
     composed = compose_backward(operation, spec, device, device.type == "cpu")
-    return _first_that_serves(fused_backward(operation, spec, device), composed)
+    padded = padded_backward(operation, spec, device)
+    return _first_that_serves(padded or fused_backward(operation, spec, device), composed)
 
 
 def _first_that_serves(

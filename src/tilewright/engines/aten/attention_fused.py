@@ -34,7 +34,7 @@ Attempt = Callable[[Operands, Operands], bool]
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
-_LOG2_E = 1.0 / math.log(2.0)
+LOG2_E = 1.0 / math.log(2.0)
 _CUDA_TYPES = {DataType.HALF, DataType.BFLOAT16}
 _CUDA_MAX_DEPTH = 256
 _BIAS_TYPES = (DataType.FLOAT, DataType.DOUBLE, DataType.HALF, DataType.BFLOAT16)
@@ -48,7 +48,7 @@ def fused_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt
         return None
     causal, scale, compute = spec.right is not None, spec.scale, spec.compute
     has_stats, has_bias = "Stats" in op.outputs, spec.has_bias
-    stats_factor = _LOG2_E if spec.stats_log2 else 1.0
+    stats_factor = LOG2_E if spec.stats_log2 else 1.0
     store = storer(op.outputs["O"])
     may_hide = causal or has_bias
 
@@ -57,7 +57,7 @@ def fused_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt
         mask = inputs["bias"].to(compute) if has_bias else None
         factor = float(inputs["attn_scale"]) if scale is None else scale
         o, stats = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=factor)
-        if may_hide and not _is_finite(o):
+        if may_hide and not is_finite(o):
             return False
         # What it gives for a row that sees nothing.
         if has_bias and bool((stats == 0.0).any()):
@@ -77,7 +77,7 @@ def fused_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attemp
         return None
     causal, scale, compute = spec.right is not None, spec.scale, spec.compute
     has_bias = spec.has_bias
-    stats_factor = 1.0 / _LOG2_E if spec.stats_log2 else 1.0
+    stats_factor = 1.0 / LOG2_E if spec.stats_log2 else 1.0
     stores = [(port, storer(op.outputs[port])) for port in ("dQ", "dK", "dV")]
 
     def attempt(inputs: Operands, outputs: Operands) -> bool:
@@ -85,14 +85,14 @@ def fused_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attemp
         stats = inputs["stats"].squeeze(-1)
         if stats_factor != 1.0:
             stats = stats * stats_factor
-        if has_bias and not _is_finite(stats):
+        if has_bias and not is_finite(stats):
             return False
         mask = inputs["bias"].to(compute) if has_bias else None
         factor = float(inputs["attn_scale"]) if scale is None else scale
         found = _flash_backward(
             d_o, q, k, v, o, stats.to(compute), 0.0, causal, attn_mask=mask, scale=factor
         )
-        if (causal or has_bias) and not all(map(_is_finite, found)):
+        if (causal or has_bias) and not all(map(is_finite, found)):
             return False
         for (port, store), gradient in zip(stores, found, strict=True):
             store(outputs[port], gradient)
@@ -105,13 +105,13 @@ def _cuda_forward(op: Any, spec: AttentionSpec) -> Attempt | None:
     types = {op.inputs[port].data_type for port in ("q", "k", "v")}
     if len(types) != 1 or not types <= _CUDA_TYPES or set(op.outputs) - {"O", "Stats"}:
         return None
-    if not _means_the_same(op, spec) or spec.has_bias or spec.scale is None:
+    if not _means_the_same(spec) or spec.has_bias or spec.scale is None:
         return None
     causal = spec.right is not None
     if spec.depth % 8 or spec.depth > _CUDA_MAX_DEPTH or (causal and spec.rows != spec.keys):
         return None
     scale, group = spec.scale, spec.heads_q // spec.heads_kv
-    has_stats, stats_factor = "Stats" in op.outputs, _LOG2_E if spec.stats_log2 else 1.0
+    has_stats, stats_factor = "Stats" in op.outputs, LOG2_E if spec.stats_log2 else 1.0
     store = storer(op.outputs["O"])
 
     def attempt(inputs: Operands, outputs: Operands) -> bool:
@@ -139,15 +139,22 @@ def readable(operand: Tensor, compute: torch.dtype) -> Tensor:
     return operand if operand.stride(3) == 1 else operand.contiguous()
 
 
-def _serves(op: Any, spec: AttentionSpec, device: torch.device) -> bool:
-    if device.type != "cpu" or not _means_the_same(op, spec):
+def reads_scores_alone(op: Any, spec: AttentionSpec, device: torch.device) -> bool:
+    """True if the CPU's function serves the call but for a band and lengths."""
+    if device.type != "cpu" or not spec.only_masked or spec.depth != spec.depth_v:
+        return False
+    if 0 in (spec.batch, spec.rows, spec.keys, spec.depth):
         return False
     if spec.scale is None and op.inputs["attn_scale"].is_pass_by_value:
         return False
     return not spec.has_bias or op.inputs["bias"].data_type in _BIAS_TYPES
 
 
-def _means_the_same(op: Any, spec: AttentionSpec) -> bool:
+def _serves(op: Any, spec: AttentionSpec, device: torch.device) -> bool:
+    return reads_scores_alone(op, spec, device) and _means_the_same(spec)
+
+
+def _means_the_same(spec: AttentionSpec) -> bool:
     if not spec.plain or spec.depth != spec.depth_v:
         return False
     if 0 in (spec.batch, spec.rows, spec.keys, spec.depth):
@@ -158,6 +165,6 @@ def _means_the_same(op: Any, spec: AttentionSpec) -> bool:
     return not (spec.banded and spec.bottom_right and spec.rows != spec.keys)
 
 
-def _is_finite(values: Tensor) -> bool:
+def is_finite(values: Tensor) -> bool:
     """True if no element is NaN or infinite; a finite sum that overflows says False too."""
     return math.isfinite(values.sum().item())

@@ -64,8 +64,14 @@ class AttentionSpec:
     @property
     def plain(self) -> bool:
         """True if nothing but a band and a bias acts on the scores."""
+        return self.only_masked and not self.lengths
+
+    @property
+    def only_masked(self) -> bool:
+        """True if nothing but a band, a bias and lengths of dense sequences acts on the scores."""
         return not (
-            self.sequences_differ
+            self.ragged
+            or self.paged
             or self.alibi
             or self.has_block_mask
             or self.has_sink
