@@ -80,7 +80,6 @@ def padded_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attem
     if not _serves(op, spec, device) or set(op.outputs) - {"dQ", "dK", "dV"}:
         return None
     masks = PaddingMask(op, spec)
-    stats_factor = 1.0 / LOG2_E if spec.stats_log2 else 1.0
     stores = [(port, storer(op.outputs[port])) for port in ("dQ", "dK", "dV")]
 
     def attempt(inputs: Operands, outputs: Operands) -> bool:
@@ -90,7 +89,7 @@ def padded_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attem
         q, k, v, o, d_o = (
             readable(inputs[port], spec.compute) for port in ("q", "k", "v", "o", "dO")
         )
-        stats = inputs["stats"].to(spec.compute) * stats_factor
+        stats = inputs["stats"].to(spec.compute)
         if spec.has_bias and not is_finite(stats.masked_fill(padding.dead, 0.0)):
             return False
         stats = stats.masked_fill(padding.dead, math.inf).squeeze(-1)
