@@ -7,7 +7,6 @@ A buffer here is one axis of all the elements that it owns, in the declared type
 from __future__ import annotations
 
 import math
-import mmap
 
 import torch
 
@@ -15,6 +14,7 @@ from tilewright.dtypes import DataType
 from tilewright.graph.enums import tensor_reordering
 from tilewright.graph.shapes import self_overlaps, span_elements
 from tilewright.graph.tensor import Tensor
+from tilewright.testing.detectors.sparse import untouched_bytes
 from tilewright.torch_dtypes import to_torch
 
 # Scale tiles of the F8_128x4 order: rows and columns are padded to these.
@@ -25,8 +25,6 @@ _USUAL_ALIGNMENT_BYTES = 64
 # Midpoints between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of FP4_E2M1.
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E8M0_BIAS = 127
-# From this size on storage is mapped page by page.
-_MAPPED_BYTES = 2**26
 _SPARSE_FACTOR = 4
 
 
@@ -56,7 +54,7 @@ def new_storage(tensor: Tensor, elements: int) -> torch.Tensor:
     dtype = to_torch(tensor.data_type)
     size_bytes = tensor.data_type.span_bytes(elements)
     alignment = max(tensor.alignment_value, _USUAL_ALIGNMENT_BYTES)
-    raw = _untouched_bytes(size_bytes + alignment)
+    raw = untouched_bytes(size_bytes + alignment)
     start = -raw.data_ptr() % alignment
     return raw[start : start + size_bytes].view(dtype)
 
@@ -121,17 +119,6 @@ def poison(tensor: Tensor, storage: torch.Tensor) -> None:
         target.view(torch.uint8).fill_(0xFF)
     else:
         target.fill_(torch.iinfo(target.dtype).max)
-
-
-def _untouched_bytes(count: int) -> torch.Tensor:
-    """Zeroed bytes whose pages take memory when they are first written."""
-    if count < _MAPPED_BYTES:
-        return torch.zeros(count, dtype=torch.uint8)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    try:
-        return torch.frombuffer(mmap.mmap(-1, count, flags=flags), dtype=torch.uint8)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"no room for a buffer of {count} bytes: {error}") from error
 
 
 def _place(tensor: Tensor, storage: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,0 +1,109 @@
+"""L9, replay: a bound or captured call reads its operands as they are at each launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright.testing.detectors.guards import NAN_PATTERN, guarded
+from tilewright.testing.detectors.subject import (
+    Operands,
+    Subject,
+    Tensors,
+    as_subject,
+    named,
+)
+from tilewright.testing.detectors.verdict import Rule, Verdict, asserting
+from tilewright.testing.detectors.wide import different
+
+REPLAY = Rule("L9", "replay freshness")
+Expected = Callable[[Tensors], Tensors]
+
+
+def replay_freshness(
+    target: Any,
+    operands: Operands,
+    expected: Expected | None = None,
+    tolerance: float | None = None,
+) -> Verdict:
+    """Operands that are changed in place after the first launch show in the next one (L9).
+
+    One operand after another is changed; results are poisoned first. On CUDA a call that writes is
+    captured in a CUDA Graph and replayed; elsewhere a bound call is launched again, and code that
+    returns is called again with the same tensors. ``expected`` (operands -> results) tells the
+    right values; by default the code's own, on copies of the operands.
+    """
+    subject = as_subject(target)
+    given = {name: tensor.clone() for name, tensor in named(operands).items()}
+    reference = expected or subject.call
+    launch = _launcher(subject, given)
+    old = {name: result.clone() for name, result in launch().items()}
+    problem = different(old, _fresh(reference, given), tolerance)
+    if problem:
+        return REPLAY.broken(f"the first launch is wrong already: {problem}")
+    shown: list[str] = []
+    for name, tensor in given.items():
+        kept = tensor.clone()
+        change(tensor)
+        new = _fresh(reference, given)
+        if different(old, new, tolerance) is not None:
+            shown.append(name)
+            got = launch()
+            if different(got, new, tolerance) is not None:
+                how = "the result is another one"
+                if different(got, old, tolerance) is None:
+                    how = "the result is that of the old values"
+                return REPLAY.broken(f"{name} was changed in place and {how}")
+        tensor.copy_(kept)
+    if not shown:
+        return REPLAY.declined("no change of an operand changes the results")
+    return REPLAY.held(f"changes in place of {', '.join(shown)} show in the next launch")
+
+
+def change(tensor: torch.Tensor) -> None:
+    """Other valid values in place: floats are scaled and reversed, other types are reversed."""
+    other = tensor.clone().flatten().flip(0).reshape(tensor.shape)
+    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+        other = other * 0.5 + (0.0625 if tensor.numel() > 1 else 0.0)
+    tensor.copy_(other)
+
+
+def _fresh(reference: Expected, operands: Tensors) -> dict[str, torch.Tensor]:
+    copies = {name: tensor.clone() for name, tensor in operands.items()}
+    return {name: result.clone() for name, result in reference(copies).items()}
+
+
+def _launcher(subject: Subject, operands: Tensors) -> Callable[[], dict[str, torch.Tensor]]:
+    """What launches the same call on the same buffers again, and gives the results."""
+    if subject.declare is None:
+        return lambda: subject.call(operands)
+    layouts = subject.layouts(operands)
+    buffers = {name: guarded(layout, NAN_PATTERN) for name, layout in layouts.items()}
+    results = {name: buffer.view for name, buffer in buffers.items()}
+    run = subject.declare(operands, results).bind(operands, results)
+    if next(iter(results.values())).device.type == "cuda":
+        run = _captured(run)
+
+    def launch() -> dict[str, torch.Tensor]:
+        for buffer in buffers.values():
+            buffer.raw.fill_(NAN_PATTERN)
+        run()
+        return results
+
+    return launch
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+assert_replay_freshness = asserting(replay_freshness)
