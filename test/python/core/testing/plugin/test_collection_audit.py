@@ -1,4 +1,4 @@
-"""The collection audit of `test/conftest.py`, run on small trees that break its rules."""
+"""Levels, the collection audit and the tree check, on small trees that break their rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.L0
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 COLLECTION_ERROR = int(pytest.ExitCode.INTERRUPTED)
 PASSING = "def test_passes():\n    pass\n"
@@ -24,12 +24,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Lay out an empty project with this project's pytest configuration and conftest."""
+    """Lay out an empty project with this project's pytest configuration and its plugin."""
     (tmp_path / "test/python").mkdir(parents=True)
-    (tmp_path / "src/tilewright").mkdir(parents=True)
+    (tmp_path / "src/tilewright/testing").mkdir(parents=True)
     (tmp_path / "src/tilewright/__init__.py").touch()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(ROOT / "test/conftest.py", tmp_path / "test")
+    for path in (ROOT / "src/tilewright/testing").glob("*.py"):
+        shutil.copy(path, tmp_path / "src/tilewright/testing")
     return tmp_path
 
 
@@ -39,7 +40,12 @@ def sweep(tree: Path) -> Run:
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
             cwd=tree,
-            env={**environment, "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TILEWRIGHT_NO_ISOLATION": "1",
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=120,
@@ -142,13 +148,22 @@ def test_a_test_inside_a_class_is_found_too(tree: Path, sweep: Run) -> None:
     assert "test/python/cases.py: its name matches none of" in done.stdout + done.stderr
 
 
-def test_another_tree_first_on_the_path_is_refused(tree: Path, sweep: Run) -> None:
+def test_a_finder_that_resolves_elsewhere_is_refused(tree: Path, sweep: Run) -> None:
     (tree / "test/python/test_a.py").write_text(L0_MODULE + PASSING)
     other = tree / "other"
-    (other / "tilewright").mkdir(parents=True)
-    (other / "tilewright/__init__.py").touch()
-    (other / "early.py").write_text(f"import sys\n\nsys.path.insert(0, {str(other)!r})\n")
-    done = sweep("-p", "early", PYTHONPATH=str(other))
+    shutil.copytree(tree / "src/tilewright", other / "tilewright")
+    # What an editable installation leaves in site-packages, here before the import path.
+    (other / "sitecustomize.py").write_text(
+        "import importlib.machinery, sys\n\n\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'tilewright':\n"
+        f"            return importlib.machinery.PathFinder.find_spec(name, [{str(other)!r}])\n"
+        "        return None\n\n\n"
+        "sys.meta_path.insert(0, Finder)\n"
+    )
+    done = sweep(PYTHONPATH=str(other))
     assert done.returncode == USAGE_ERROR, done.stdout + done.stderr
     assert f"the package under test would be {other.resolve() / 'tilewright'}" in done.stderr
 

@@ -1,0 +1,87 @@
+"""Fixtures of the plugin; present where the project uses it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from tilewright.testing import notes, tree
+from tilewright.testing.draws import Draws
+from tilewright.testing.state import SEED, SETTINGS
+
+if TYPE_CHECKING:
+    import torch
+
+
+@pytest.fixture
+def draws(request: pytest.FixtureRequest) -> Draws:
+    """The draws and dimensions of this test; a failing test prints them for ``--repro``."""
+    config = request.config
+    item = request.node
+    given = config.option.repro
+    if given is not None:
+        made = Draws(notes.node_id(item), given["seed"], given=given)
+    else:
+        made = Draws(notes.node_id(item), config.stash[SEED], dims=dict(config.option.dim))
+    notes.of(item).draws = made
+    return made
+
+
+@pytest.fixture
+def generator(draws: Draws) -> torch.Generator:
+    """This test's ``torch.Generator`` on the CPU, seeded by its node id and ``--seed``."""
+    return draws.generator
+
+
+@pytest.fixture
+def rng(draws: Draws) -> random.Random:
+    """This test's ``random.Random``, seeded by its node id and ``--seed``."""
+    return draws.random
+
+
+@pytest.fixture
+def declined(request: pytest.FixtureRequest) -> Callable[[object], NoReturn]:
+    """A function that ends the test as declined: a skip that the summary counts by its reason.
+
+    It takes the ``NotSupportedError`` of an engine, or its text.
+    """
+
+    def decline(reason: object) -> NoReturn:
+        notes.of(request.node).declined = str(reason)
+        pytest.skip(f"declined: {reason}")
+
+    return decline
+
+
+@pytest.fixture(scope="session")
+def run_python(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
+    """A function that runs code in a fresh interpreter and returns what it printed.
+
+    ``run_python(code, *arguments, folder=None, timeout_s=300.0)``: the code imports the tree under
+    test. It runs in ``folder``, by default a new, empty one. A child that exits with another
+    status than 0 fails the test and shows both streams.
+    """
+    package = request.config.stash[SETTINGS].package
+    unchecked = [package] if package is not None else []
+
+    def run(
+        code: str, *arguments: str, folder: Path | None = None, timeout_s: float = 300.0
+    ) -> str:
+        where = folder or tmp_path_factory.mktemp("child")
+        # Once a session: a child that resolves the package elsewhere tests another tree.
+        first = unchecked.pop() if unchecked else None
+        return tree.run_python(code, *arguments, folder=where, package=first, timeout_s=timeout_s)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def copy_source() -> Callable[[Path, Path], Path]:
+    """A function (source, target) that copies a source tree without its bytecode caches."""
+    return tree.copy_source
