@@ -36,11 +36,18 @@ WASTE_A_SEQUENCE = 1 << 21
 class _Padding(NamedTuple):
     """What the lengths of a call hide.
 
-    ``mask`` is added to the scores and broadcasts to (B, Hq, Sq, Skv); ``dead`` (B, 1, Sq, 1).
+    ``mask`` is added to the scores and broadcasts to (B, Hq, Sq, Skv). ``dead`` (B, 1, Sq, 1) rows
+    see no key; ``beyond`` (B, 1, Skv, 1) keys are behind a length.
     """
 
     mask: Tensor
     dead: Tensor
+    beyond: Tensor
+
+    def cleaned(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The operands with zeros in dead rows and beyond the lengths of keys."""
+        hidden = ((q, self.dead), (k, self.beyond), (v, self.beyond))
+        return [operand.masked_fill(rows, 0.0) for operand, rows in hidden]
 
 
 def padded_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt | None:
@@ -55,14 +62,21 @@ def padded_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attemp
         padding = masks.of(inputs)
         if padding is None:
             return False
-        q, k, v = (readable(inputs[port], spec.compute) for port in ("q", "k", "v"))
+        operands = [readable(inputs[port], spec.compute) for port in ("q", "k", "v")]
         factor = float(inputs["attn_scale"]) if spec.scale is None else spec.scale
-        o, stats = attention_fused._flash(
-            q, k, v, 0.0, masks.causal, attn_mask=padding.mask, scale=factor
-        )
-        o.masked_fill_(padding.dead, 0.0)
+
+        def attend() -> tuple[Tensor, Tensor]:
+            o, stats = attention_fused._flash(
+                *operands, 0.0, masks.causal, attn_mask=padding.mask, scale=factor
+            )
+            return o.masked_fill_(padding.dead, 0.0), stats
+
+        o, stats = attend()
         if not is_finite(o):
-            return False
+            operands = padding.cleaned(*operands)
+            o, stats = attend()
+            if not is_finite(o):
+                return False
         stats = stats.unsqueeze(-1).masked_fill_(padding.dead, -math.inf)
         # What it gives for a row that the bias hides all of.
         if spec.has_bias and bool((stats == 0.0).any()):
@@ -86,7 +100,7 @@ def padded_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attem
         padding = masks.of(inputs)
         if padding is None:
             return False
-        q, k, v, o, d_o = (
+        *operands, o, d_o = (
             readable(inputs[port], spec.compute) for port in ("q", "k", "v", "o", "dO")
         )
         stats = inputs["stats"].to(spec.compute)
@@ -96,11 +110,20 @@ def padded_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attem
         # 0 * NaN: what a caller left in dead rows must not count.
         o, d_o = o.masked_fill(padding.dead, 0.0), d_o.masked_fill(padding.dead, 0.0)
         factor = float(inputs["attn_scale"]) if spec.scale is None else spec.scale
-        found = attention_fused._flash_backward(
-            d_o, q, k, v, o, stats, 0.0, masks.causal, attn_mask=padding.mask, scale=factor
-        )
+
+        def attend() -> tuple[Tensor, ...]:
+            given = (d_o, *operands, o, stats)
+            found: tuple[Tensor, ...] = attention_fused._flash_backward(
+                *given, 0.0, masks.causal, attn_mask=padding.mask, scale=factor
+            )
+            return found
+
+        found = attend()
         if not all(map(is_finite, found)):
-            return False
+            operands = padding.cleaned(*operands)
+            found = attend()
+            if not all(map(is_finite, found)):
+                return False
         for (port, store), gradient in zip(stores, found, strict=True):
             store(outputs[port], gradient)
         return True
@@ -134,6 +157,7 @@ class PaddingMask:
             return None
         len_q, len_kv = len_q.view(-1, 1, 1, 1), len_kv.view(-1, 1, 1, 1)
         hidden, dead = self._columns >= len_kv, self._rows >= len_q
+        beyond = hidden.transpose(2, 3)
         if self._in_mask:
             diagonal = self._rows + (len_kv - len_q) if spec.bottom_right else self._rows
             if spec.right is not None:
@@ -144,7 +168,7 @@ class PaddingMask:
         else:
             dead = dead | (len_kv == 0)
         bias = inputs["bias"].to(spec.compute) if spec.has_bias else _zero(spec.compute)
-        return _Padding(torch.where(hidden, -math.inf, bias), dead)
+        return _Padding(torch.where(hidden, -math.inf, bias), dead, beyond)
 
 
 def mask_elements(op: Any, spec: AttentionSpec) -> int:

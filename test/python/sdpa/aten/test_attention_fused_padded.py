@@ -92,7 +92,8 @@ def test_padded_forward_is_fused(bench, calls, mask, form, bad, biased):
         attn_scale=0.4,
         **options,
     )
-    assert calls["forward"] == 1
+    # Once more with zeros beyond the lengths if the result was not finite.
+    assert calls["forward"] == (1 if bad is None else 2)
     q, k, v, _ = problem(1)
     chosen = bench.Rule(
         scale=0.4, len_q=LEN_Q, len_kv=LEN_KV, bias=bias if biased else None, **rule
@@ -125,12 +126,28 @@ def test_padded_backward_is_fused(bench, calls, mask, bad):
         attn_scale=0.4,
         **options,
     )
-    assert calls["backward"] == 1
+    assert calls["backward"] == (1 if bad is None else 2)
     for port, value in found.items():
         bench.close(port, value, expected[port], 5e-6)
         for b in range(4):
             used = LEN_Q[b] if port == "dQ" else LEN_KV[b]
             assert (value[b, :, used:] == 0).all()
+
+
+def test_what_lies_beyond_the_lengths_changes_no_bit(bench, calls):
+    operands = {"seq_len_q": lengths(LEN_Q), "seq_len_kv": lengths(LEN_KV)}
+    found = [
+        bench.run(
+            "sdpa",
+            {**operands, **dict(zip("qkv", problem(11, bad)[:3], strict=True))},
+            generate_stats=True,
+            use_padding_mask=True,
+        )
+        for bad in (0.0, 3.0, math.nan, -math.inf)
+    ]
+    for other in found[1:]:
+        for port, value in found[0].items():
+            assert torch.equal(value, other[port])
 
 
 def test_logarithms_to_base_2(bench, calls):
