@@ -224,4 +224,5 @@ def _dequantize_operands(
         tensors[uid] |= {"data_type": "FLOAT"}
         if uid in values:
             scales = values[operation.inputs[f"descale_{port}"].uid].to(torch.float32)
-            values[uid] = values[uid].to(torch.float32) * scales.flatten()[0]
+            # A slice: of no elements there is no scale either.
+            values[uid] = values[uid].to(torch.float32) * scales.flatten()[:1]

@@ -171,7 +171,7 @@ def _batchnorm(operation: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, 
             inputs["in_running_var"],
             outputs["mean"],
             result.variance,
-            count=x.numel() // x.shape[1],
+            count=x.numel() // max(x.shape[1], 1),
             momentum=_scalar(inputs["momentum"]),
         )
         outputs["next_running_mean"], outputs["next_running_var"] = running

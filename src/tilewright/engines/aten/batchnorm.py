@@ -45,21 +45,24 @@ def prepare_batchnorm(operation: Any, device: torch.device) -> Kernel:
         return _prepare_empty(operation, update, dtype, device)
     axes = tuple(axis for axis in range(len(source.dim)) if axis != 1)
     per_element = source.dim[1] / math.prod(source.dim)
-    plain = casts.is_plain(y, dtype)
+    in_place = {port for port, t in operation.outputs.items() if casts.is_plain(t, dtype)}
 
     def run(inputs: Operands, outputs: Operands) -> None:
         x = load(inputs, "input")
-        mean = torch.mean(x, axes, keepdim=True)
-        deviation = torch.sub(x, mean, out=outputs["Y"]) if plain else x - mean
+        # Outputs of the arithmetic's own type are computed in, the others stored at the end.
+        y, mean, inverse = (
+            outputs[port] if port in in_place else None for port in ("Y", "mean", "inv_variance")
+        )
+        mean = torch.mean(x, axes, keepdim=True, out=mean)
+        deviation = torch.sub(x, mean, out=y)
         squares = torch.sum(deviation * deviation, axes, keepdim=True)
-        inverse = (squares * per_element).add_(epsilon(inputs)).rsqrt_()
+        inverse = torch.mul(squares, per_element, out=inverse).add_(epsilon(inputs)).rsqrt_()
         deviation.mul_(inverse * load(inputs, "scale")).add_(load(inputs, "bias"))
-        if not plain:
-            store(outputs, "Y", deviation)
         if update is not None:
             update(inputs, outputs, mean, squares)
-        store(outputs, "mean", mean)
-        store(outputs, "inv_variance", inverse)
+        for port, value in (("Y", deviation), ("mean", mean), ("inv_variance", inverse)):
+            if port not in in_place:
+                store(outputs, port, value)
 
     return run
 
@@ -107,9 +110,10 @@ def prepare_batchnorm_backward(operation: Any, device: torch.device) -> Kernel:
         return run_empty
 
     def run(inputs: Operands, outputs: Operands) -> None:
+        grad, x = _laid_out_alike(load(inputs, "grad"), load(inputs, "input"))
         dx, dscale, dbias = _backward_function(
-            load(inputs, "grad"),
-            load(inputs, "input"),
+            grad,
+            x,
             # For some inputs ATen's function reads values a channel as packed, whatever their
             # strides say.
             load(inputs, "scale").reshape(channels).contiguous(),
@@ -126,6 +130,16 @@ def prepare_batchnorm_backward(operation: Any, device: torch.device) -> Kernel:
         store(outputs, "DBias", dbias)
 
     return run
+
+
+def _laid_out_alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with the same strides: ATen's function confuses the channels of some that differ."""
+    if grad.stride() == x.stride():
+        return grad, x
+    copy = torch.empty_like(x).copy_(grad)
+    if copy.stride() != x.stride():
+        x = torch.empty_like(copy).copy_(x)
+    return copy, x
 
 
 def _prepare_empty(
@@ -170,13 +184,19 @@ def _running_updater(
     count = math.prod(source.dim) // source.dim[1] if source.dim[1] else 0
     unbiased = 1.0 / (count - 1) if count > 1 else 1.0
 
+    plain = all(casts.is_plain(operation.outputs[port], dtype) for port in wanted)
+
     def update(inputs: Operands, outputs: Operands, mean: Tensor, squares: Tensor) -> None:
         rate = momentum(inputs)
-        # Both old values are read before either new one is written: they may share buffers.
-        next_mean = torch.lerp(load(inputs, "in_running_mean"), mean, rate)
-        next_var = torch.lerp(load(inputs, "in_running_var"), squares * unbiased, rate)
-        store(outputs, "next_running_mean", next_mean)
-        store(outputs, "next_running_var", next_var)
+        old_mean, old_var = load(inputs, "in_running_mean"), load(inputs, "in_running_var")
+        variance = squares * unbiased
+        if plain:
+            # Elementwise: the new values may take the buffers of the old ones.
+            torch.lerp(old_mean, mean, rate, out=outputs["next_running_mean"])
+            torch.lerp(old_var, variance, rate, out=outputs["next_running_var"])
+            return
+        store(outputs, "next_running_mean", torch.lerp(old_mean, mean, rate))
+        store(outputs, "next_running_var", torch.lerp(old_var, variance, rate))
 
     return update
 

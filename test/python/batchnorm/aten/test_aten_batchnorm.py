@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewright
+import tilewright.oracle
 from tilewright.errors import NotSupportedError
 
 pytestmark = pytest.mark.L0
@@ -121,6 +122,27 @@ def test_backward_takes_channels_of_any_strides(check_graph, shape, port):
         output.set_output(True)
     feeds = {tensors[name]: value for name, value in values.items()}
     check_graph(graph, feeds, factor=64)
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [((231, 7, 1, 1), (231, 1, 33, 231)), ((0, 7, 1, 1), (231, 1, 33, 231)), ((231, 7, 1, 0),) * 2],
+)
+def test_backward_takes_operands_of_two_layouts(check_graph, strides):
+    # Both layouts are dense, and with extents of 1 also say channels last.
+    dim = (1, 33, 7, 1)
+    x, grad = (_draw(231, torch.float32, seed).as_strided(dim, strides[seed]) for seed in (0, 1))
+    mean = x.mean((0, 2, 3), keepdim=True)
+    graph, feeds, _ = _backward(grad, x, mean, torch.ones_like(mean))
+    check_graph(graph, feeds, factor=64)
+
+
+def test_no_channels_have_no_statistics(run_guarded):
+    x = torch.zeros(13, 0, 4)
+    graph, feeds, _ = _training(x)
+    run_guarded(graph, feeds)
+    results = tilewright.oracle.evaluate(graph, feeds)
+    assert all(value.numel() == 0 for value in results.values())
 
 
 def test_running_statistics_may_be_updated_in_place():

@@ -370,6 +370,25 @@ def test_attention_outputs_of_a_backward_are_those_of_its_forward() -> None:
             assert bool((got_rows != 0).any())
 
 
+def test_a_block_scaled_backward_of_no_queries_is_drawn() -> None:
+    graph = Graph("g", "float32", "float32")
+    rows, keys = (1, 2, 0, 8), (1, 2, 3, 8)
+    dims = {"q": rows, "q_T": rows, "k": keys, "k_T": keys, "v": keys, "dO": rows, "dO_T": rows}
+    ports = {name: graph.tensor(dim, data_type="FP8_E4M3") for name, dim in dims.items()}
+    ports |= {name: graph.tensor(rows) for name in ("o_f16", "dO_f16")}
+    for name, (batch, heads, length, depth) in dims.items():
+        scaled = (-(-length // 32), depth) if name.endswith("_T") else (length, 1)
+        dim = (batch, heads, *scaled)
+        ports[f"descale_{name}"] = graph.tensor(dim, data_type="FP8_E8M0")
+    made = graph.sdpa_mxfp8_backward(**ports, stats=graph.tensor((1, 2, 0, 1)))
+    for tensor in made:
+        tensor.set_output(True)
+    graph.validate()
+    inputs = make_inputs(graph, {}, 0)
+    assert inputs.buffers[ports["q"].uid].numel() == 0
+    assert inputs.buffers[ports["k"].uid].numel() == 48
+
+
 def test_statistics_of_a_norm_backward_are_those_of_its_input() -> None:
     graph, inputs = drawn(layernorm_backward)
     x = buffer(graph, inputs, "x").to(torch.float64)
