@@ -88,7 +88,7 @@ def test_the_floor_takes_one_step_of_the_type(name: str) -> None:
 
 
 def test_the_floor_of_small_results_is_small() -> None:
-    """An average over many keys is near 0.01: a floor of one step at 1 would hide errors of half."""
+    """Averages over many keys are near 0.01: a floor of a step at 1 would hide half of it."""
     expected = 0.01 * _randn(64, 64).clamp(-1, 1)
     plain = expected.bfloat16()
     assert_close(plain, expected, baseline=plain)

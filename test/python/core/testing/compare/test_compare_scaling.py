@@ -41,7 +41,7 @@ def _plain_key_gradients(
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_gradients_of_grouped_heads_outgrow_a_fixed_bound(group: int) -> None:
-    """dV of a group sums over its heads: its size and its roundings grow, a fixed bound does not."""
+    """dV of a group sums over its heads: it and its roundings grow, a fixed bound does not."""
     kv_heads, rows, depth = 2, 96, 32
     q = _randn(1, kv_heads * group, rows, depth, seed=1)
     k, v = (_randn(1, kv_heads, rows, depth, seed=seed) for seed in (2, 3))
@@ -61,7 +61,7 @@ def test_gradients_of_grouped_heads_outgrow_a_fixed_bound(group: int) -> None:
     broken = d_v.double()
     broken[:, :1] -= lost.d_v
     for baseline in (None, d_v):
-        with pytest.raises(OracleError, match="dV: .*elements"):
+        with pytest.raises(OracleError, match=r"dV: .*elements"):
             assert_close(broken, exact.d_v, baseline=baseline, data_type=torch.bfloat16, name="dV")
 
 
