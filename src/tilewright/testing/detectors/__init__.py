@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         assert_torn_artifacts_are_misses,
         torn_artifacts_are_misses,
     )
-    from tilewright.testing.detectors.determinism import assert_determinism, determinism
+    from tilewright.testing.detectors.repetition import assert_determinism, determinism
     from tilewright.testing.detectors.frames import (
         assert_frame_independence,
         frame_independence,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 # Name -> the module that has it, loaded at first use.
 _DETECTORS = {
     "alias_refusal": "refusal",
-    "determinism": "determinism",
+    "determinism": "repetition",
     "every_element_written": "written",
     "frame_independence": "frames",
     "guards_unchanged": "written",

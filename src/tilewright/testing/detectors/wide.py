@@ -83,7 +83,7 @@ def wide_operand(layout: Layout, axis: int, stride: int) -> WideOperand:
     right = offsets.flatten()
     cut = [_signed(right), right % _WHOLE, _signed(right * item) // item]
     cut.append((right * item) % _WHOLE // item)
-    decoys = torch.unique(torch.cat(cut))  # type: ignore[no-untyped-call]
+    decoys = torch.unique(torch.cat(cut))
     decoys = decoys[~torch.isin(decoys, right)]
     inside = (decoys >= -_MARGIN_ELEMENTS) & (decoys < span + _MARGIN_ELEMENTS)
     return WideOperand(view, flat, decoys[inside] + _MARGIN_ELEMENTS)

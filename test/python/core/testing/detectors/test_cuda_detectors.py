@@ -1,0 +1,62 @@
+"""L2, L3, L8 and L9 on a GPU: twins that wait, allocate, and leave their stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewright.testing import detectors
+from tilewright.testing.detectors import Outcome
+
+pytestmark = pytest.mark.L0
+Given = dict[str, torch.Tensor]
+Out = torch.Tensor | None
+
+
+def adds(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Tensor:
+    return torch.add(a, b, out=torch.empty_like(a) if out is None else out)
+
+
+def waits(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Tensor:
+    float(a.sum())
+    return adds(a, b, out)
+
+
+def on_another_stream(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return a + b
+
+
+def test_right_code_holds(cuda_operands: Given) -> None:
+    for name in ("no_allocation", "no_synchronization", "stream_order", "replay_freshness"):
+        verdict = getattr(detectors, name)(adds, cuda_operands)
+        assert verdict.outcome is Outcome.HELD, verdict
+
+
+def test_a_wait_is_seen(cuda_operands: Given) -> None:
+    assert detectors.no_synchronization(waits, cuda_operands).outcome is Outcome.BROKEN
+
+
+def test_an_allocation_is_seen(cuda_operands: Given) -> None:
+    def makes_a_temporary(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Tensor:
+        return adds(a * 1.0, b, out)
+
+    assert detectors.no_allocation(makes_a_temporary, cuda_operands).outcome is Outcome.BROKEN
+
+
+def test_another_stream_is_seen(cuda_operands: Given) -> None:
+    assert detectors.stream_order(on_another_stream, cuda_operands).outcome is Outcome.BROKEN
+
+
+def test_a_scale_read_at_capture_is_seen(cuda_operands: Given) -> None:
+    values: dict[int, float] = {}
+
+    def reads_once(a: torch.Tensor, scale: torch.Tensor, out: Out = None) -> torch.Tensor:
+        if scale.data_ptr() not in values:
+            values[scale.data_ptr()] = float(scale)
+        out = torch.empty_like(a) if out is None else out
+        return torch.mul(a, values[scale.data_ptr()], out=out)
+
+    given = {"a": cuda_operands["a"], "scale": torch.tensor([0.5], device="cuda")}
+    verdict = detectors.replay_freshness(reads_once, given, lambda g: {"out": g["a"] * g["scale"]})
+    assert verdict.outcome is Outcome.BROKEN, verdict
