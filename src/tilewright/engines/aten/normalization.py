@@ -148,16 +148,21 @@ def _prepare_fused(operation: Any, layout: Layout, device: torch.device) -> Kern
     """ATen's function, and a copy of its result into Y: the fewest calls."""
     source, scale = operation.inputs["input"], operation.inputs["scale"]
     bias, y = operation.inputs.get("bias"), operation.outputs["Y"]
-    dtype = casts.compute_dtype((source, y))
-    load_scale = casts.loader(scale, dtype, device)
-    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
-    # On CPUs the function takes a 16-bit input beside a float32 scale: statistics and affine
-    # part are then float32, and Y is rounded once.
-    mixed = device.type == "cpu" and source.data_type is y.data_type and y.data_type in _HALVES
-    load = casts.loader(source, to_torch(source.data_type) if mixed else dtype, device)
+    affine = [scale] if bias is None else [scale, bias]
+    dtype = affine_dtype = casts.compute_dtype((source, y))
+    save = _statistics_saver(operation, layout)
+    if device.type == "cpu" and source.data_type is y.data_type and y.data_type in _HALVES:
+        # On CPUs the function takes a 16-bit input beside a float32 scale, computes in float32
+        # and rounds Y once. With a scale of the input's own type it does so too, but rounds the
+        # statistics that it returns.
+        dtype = to_torch(source.data_type)
+        if save is None and all(record.data_type is source.data_type for record in affine):
+            affine_dtype = dtype
+    load = casts.loader(source, dtype, device)
+    load_scale = casts.loader(scale, affine_dtype, device)
+    load_bias = casts.loader(bias, affine_dtype, device) if bias is not None else None
     epsilon = scalar_reader(operation, "epsilon", device)
     store = casts.storer(y)
-    save = _statistics_saver(operation, layout)
     shape = list(layout.shape)
 
     def run(inputs: Operands, outputs: Operands) -> None:

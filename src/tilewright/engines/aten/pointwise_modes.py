@@ -26,6 +26,8 @@ Apply = Callable[["PointwiseParameters", Sequence[Tensor]], Tensor]
 
 # The stubs of these functions leave out their ``out`` argument.
 _nn: Any = torch._C._nn
+# The overload itself: finding it at each call would cost microseconds.
+_gelu_backward_function = torch.ops.aten.gelu_backward.default
 # Beyond this beta * x, log(1 + exp(beta x)) is beta x to the last bit of float64.
 _SOFTPLUS_LINEAR_FROM = 40.0
 # From this magnitude on the gates of gelu and swish are 0 or 1 to the last bit of float64. Held
@@ -135,6 +137,9 @@ def _softplus(p: PointwiseParameters) -> Callable[..., Any]:
 
 
 def _leaky_relu(p: PointwiseParameters) -> Callable[..., Any]:
+    if p.negative_slope == 0:
+        # ATen's function would make NaN of 0 * (-inf).
+        return lambda x, out: torch.clamp_min(x, 0.0, out=out)
     return lambda x, out: _nn.leaky_relu(x, p.negative_slope, out=out)
 
 
@@ -216,7 +221,7 @@ def _gelu_tanh_backward(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
 def _gelu_gradient(a: Sequence[Tensor], approximate: str) -> Tensor:
     g, x = a
     x = x.clamp(-_GATE_IS_CONSTANT_FROM, _GATE_IS_CONSTANT_FROM)
-    result: Tensor = torch.ops.aten.gelu_backward(g, x, approximate=approximate)
+    result: Tensor = _gelu_backward_function(g, x, approximate=approximate)
     return result
 
 
@@ -255,23 +260,21 @@ def _gelu_direct(p: PointwiseParameters) -> Callable[..., Any]:
     limit = _GATE_IS_CONSTANT_FROM
 
     def function(x: Tensor, out: Tensor) -> None:
-        # ATen's oneDNN path overflows in the upper half of the range, so what is above the limit
-        # is added afterwards: there gelu(x) is x. And it leaves an output unwritten whose strides
-        # are not the input's (seen with torch 2.13 on a CPU), so it gets one buffer for both.
+        # ATen's oneDNN path overflows in the upper half of the range. Above the limit gelu(x) is
+        # x, and below it at least -0.17: the larger of it and of ``above`` is right everywhere.
+        above = torch.threshold(x, limit, -1.0)
         if x.element_size() < 4:
-            wide = x.to(torch.float32, memory_format=torch.contiguous_format)
-            held = wide.clamp(-limit, limit)
-            _nn.gelu(held, out=held)
-            out.copy_(held.add_(wide.sub_(limit).clamp_min_(0.0)))
-            return
-        above = torch.sub(x, limit).clamp_min_(0.0)
-        if out.is_contiguous():
-            held = torch.clamp(x, -limit, limit, out=out)
-            _nn.gelu(held, out=held)
-            held.add_(above)
+            held = x.to(torch.float32, memory_format=torch.contiguous_format)
+            held.clamp_(-limit, limit)
+            out.copy_(_nn.gelu(held, out=held))
+        elif out.is_contiguous():
+            # That path leaves an output unwritten whose strides are not the input's (seen with
+            # torch 2.13 on a CPU), so one buffer serves for both.
+            torch.clamp(x, -limit, limit, out=out)
+            _nn.gelu(out, out=out)
         else:
-            held = x.clamp(-limit, limit)
-            torch.add(torch.nn.functional.gelu(held), above, out=out)
+            out.copy_(torch.nn.functional.gelu(x.clamp(-limit, limit)))
+        torch.maximum(out, above, out=out)
 
     return function
 
