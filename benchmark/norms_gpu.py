@@ -9,6 +9,7 @@ benchmark/results/<device>/launch.csv (host microseconds) and torch.csv (bandwid
 from __future__ import annotations
 
 import ctypes
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -117,33 +118,85 @@ def measure_bandwidth(table: Table) -> None:
         layer_frame.launch()
         check(y, F.rms_norm(x.double(), (width,), w.double(), 1e-6))
         check(z, F.layer_norm(x.double(), (width,), w.double(), b.double(), 1e-6))
-        copy = torch.empty_like(x)
+        copy, shape = torch.empty_like(x), (width,)
         times = device_ms(
             {
-                "copy": lambda: copy.copy_(x),
+                "copy": functools.partial(copy.copy_, x),
                 "tilewright rms_norm": rms_frame.launch,
-                "torch rms_norm": lambda: F.rms_norm(x, (width,), w, 1e-6),
+                "torch rms_norm": functools.partial(F.rms_norm, x, shape, w, 1e-6),
                 "tilewright layer_norm": layer_frame.launch,
-                "torch layer_norm": lambda: F.layer_norm(x, (width,), w, b, 1e-6),
+                "torch layer_norm": functools.partial(F.layer_norm, x, shape, w, b, 1e-6),
             },
             clear,
         )
-        moved = 2 * x.numel() * x.element_size()
+        times |= device_ms(backward_calls(x, w, b), clear)
         for name, value in times.items():
-            peer = {"tilewright": f"torch {name.split()[-1]}"}.get(name.split()[0])
+            # Forward and copy read x and write y; backward reads x and dy and writes dx.
+            moved = (3 if "backward" in name else 2) * x.numel() * x.element_size()
+            peer = "torch" + name.removeprefix("tilewright") if "tilewright" in name else ""
             table.add(
                 subject=name,
                 width=width,
                 ms=f"{value:.4f}",
                 tb_s=f"{moved / value / 1e9:.3f}",
-                of_copy=f"{times['copy'] / value:.3f}",
+                of_copy=f"{times['copy'] / value * moved / (2 * x.numel() * 2):.3f}",
                 speed_over_torch=f"{times[peer] / value:.2f}" if peer else "",
             )
 
 
-def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def backward_calls(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> dict[str, Call]:
+    """Backward of both norms: ours as one frame, PyTorch's own backward function."""
+    width = x.shape[-1]
+    dy, dx = torch.randn_like(x), torch.empty_like(x)
+    dw, db = (torch.empty_like(w) for _ in range(2))
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    inverse = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + 1e-6)
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    calls: dict[str, Call] = {}
+    for kind, statistic in (("rms_norm", inverse_rms), ("layer_norm", inverse)):
+        graph = tw.Graph(io_data_type=x.dtype, intermediate_data_type="float32")
+        g, x_, w_ = graph.tensor(x.shape), graph.tensor(x.shape), graph.tensor((1, width))
+        i = graph.tensor((x.shape[0], 1), data_type="float32")
+        pack = {g: dy, x_: x, w_: w, i: statistic}
+        if kind == "layer_norm":
+            m = graph.tensor((x.shape[0], 1), data_type="float32")
+            made = graph.layernorm_backward(g, x_, w_, m, i)
+            pack[m] = mean
+        else:
+            made = graph.rmsnorm_backward(g, x_, w_, i, False)
+        for tensor, buffer in zip(made, (dx, dw, db), strict=True):
+            if tensor is not None:
+                tensor.set_output(True)
+                pack[tensor] = buffer
+        graph.build()
+        workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+        frame = graph.bind(pack, workspace)
+        frame.launch()
+        leaf = x.detach().clone().requires_grad_()
+        weight = w.detach().clone().requires_grad_()
+        if kind == "rms_norm":
+            y = F.rms_norm(leaf, (width,), weight, 1e-6)
+            torch_backward = torch_backward_of(y, (leaf, weight), dy)
+        else:
+            shift = b.detach().clone().requires_grad_()
+            y = F.layer_norm(leaf, (width,), weight, shift, 1e-6)
+            torch_backward = torch_backward_of(y, (leaf, weight, shift), dy)
+        reference = torch_backward()
+        for ours, theirs in zip((dx, dw), reference, strict=False):
+            check(ours, theirs.double(), 2**-5)
+        calls[f"tilewright {kind} backward"] = frame.launch
+        calls[f"torch {kind} backward"] = torch_backward
+    return calls
+
+
+def torch_backward_of(y: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Call:
+    return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def check(actual: torch.Tensor, expected: torch.Tensor, tol: float = 2**-7) -> None:
     error = (actual.double() - expected).abs().max().item()
-    if not error <= 2**-7 * expected.abs().max().item():
+    if not error <= tol * expected.abs().max().item():
         raise SystemExit(f"wrong result: error {error}")
 
 

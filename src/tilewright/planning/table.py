@@ -69,16 +69,10 @@ _ATEN_ROWS = (
 _TRITON_TARGETS = frozenset({(8, 0), (9, 0), (10, 0), (12, 0)})
 _TRITON_ROWS = (
     CapabilityRow(
-        ("rmsnorm", "layernorm"),
+        ("rmsnorm", "layernorm", "rmsnorm_backward", "layernorm_backward"),
         FLOATS,
         compute_capabilities=_TRITON_TARGETS,
         note="over the last axis, up to 65536 elements",
-    ),
-    CapabilityRow(
-        ("rmsnorm_backward", "layernorm_backward"),
-        FLOATS,
-        compute_capabilities=_TRITON_TARGETS,
-        note="over the last axis, up to 16384 elements",
     ),
 )
 

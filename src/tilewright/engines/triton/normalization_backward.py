@@ -6,14 +6,15 @@ With xhat the normalized input, g the incoming gradient and gw = g * scale:
     layernorm:  dx = inverse * (gw - mean(gw) - xhat * mean(gw * xhat))
     dscale = sum over rows of g * xhat,   dbias = sum over rows of g
 
-Two kernels: each program of the first walks rows in strides of the grid, keeps its share of
-dscale and dbias in float32 registers, and writes it to the workspace once; the second adds the
-shares in a fixed order, so results repeat bit for bit.
+Each program of the first kernel walks rows in strides of the grid, keeps its share of dscale and
+dbias in float32 registers, and writes it to the workspace once; the last kernel adds the shares
+in a fixed order, so results repeat bit for bit. Rows too wide for the accumulators take a kernel
+for dx and one for the shares, which reads grad and x again, a block of columns a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
@@ -40,14 +41,23 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation
+from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, Scratch
+from tilewright.launch.workspace import plan_workspace
 
+# A row longer than this does not fit a program's registers.
+MAX_WIDTH = 65536
 # Wider rows would spill the two accumulators.
-MAX_WIDTH = 16384
+_MAX_FUSED_WIDTH = 8192
 _PROGRAMS_A_MULTIPROCESSOR = 2
 # Columns that one program of the second kernel sums.
 _SUM_COLUMNS = 64
 _SUM_ROWS = 32
+# Of the kernel that makes shares of wide rows: row parts, and the tile that a program reads.
+_SPLITS = 32
+_SHARE_ROWS = 16
+_SHARE_COLUMNS = 128
+_SHARE_WARPS = 4
 
 
 @triton.jit
@@ -77,6 +87,7 @@ def norm_backward(
     PROGRAMS: tl.constexpr,
     IS_LAYER: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
+    HAS_SHARES: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -103,14 +114,70 @@ def norm_backward(
             result -= tl.sum(weighted, axis=0) / WIDTH
         d_at = dx + outer * dx_outer + inner * dx_inner + column * dx_step
         tl.store(d_at, (result * scale_of_row).to(dx.dtype.element_ty), mask=inside)
-        dscale += g * values
+        if HAS_SHARES:
+            dscale += g * values
+            if HAS_DBIAS:
+                dbias += g
+        row += PROGRAMS
+    if HAS_SHARES:
+        share = program.to(tl.int64) * WIDTH + column
+        tl.store(dscale_shares + share, dscale, mask=inside)
+        if HAS_DBIAS:
+            tl.store(dbias_shares + share, dbias, mask=inside)
+
+
+@triton.jit
+def norm_backward_shares(
+    grad,
+    x,
+    mean,
+    inverse,
+    dscale_shares,
+    dbias_shares,
+    rows,
+    inner_rows,
+    grad_outer,
+    grad_inner,
+    x_outer,
+    x_inner,
+    grad_step,
+    x_step,
+    WIDTH: tl.constexpr,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_LAYER: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    in_width = (column < WIDTH)[None, :]
+    dscale = tl.zeros((ROWS, COLUMNS), dtype=COMPUTE)
+    dbias = tl.zeros((ROWS, COLUMNS), dtype=COMPUTE)
+    first = part * ROWS
+    while first < rows:
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        in_rows = row < rows
+        inside = in_rows[:, None] & in_width
+        outer, inner = row // inner_rows, row % inner_rows
+        g_row = outer * grad_outer + inner * grad_inner
+        x_row = outer * x_outer + inner * x_inner
+        g_at = grad + g_row[:, None] + column[None, :] * grad_step
+        x_at = x + x_row[:, None] + column[None, :] * x_step
+        g = tl.load(g_at, mask=inside, other=0.0).to(COMPUTE)
+        values = tl.load(x_at, mask=inside, other=0.0).to(COMPUTE)
+        if IS_LAYER:
+            values = values - tl.load(mean + row, mask=in_rows, other=0.0).to(COMPUTE)[:, None]
+        values = values * tl.load(inverse + row, mask=in_rows, other=0.0).to(COMPUTE)[:, None]
+        dscale += tl.where(inside, g * values, 0.0)
         if HAS_DBIAS:
             dbias += g
-        row += PROGRAMS
-    share = program.to(tl.int64) * WIDTH + column
-    tl.store(dscale_shares + share, dscale, mask=inside)
+        first += ROWS * SHARES
+    share = part * WIDTH + column
+    tl.store(dscale_shares + share, tl.sum(dscale, axis=0), mask=column < WIDTH)
     if HAS_DBIAS:
-        tl.store(dbias_shares + share, dbias, mask=inside)
+        tl.store(dbias_shares + share, tl.sum(dbias, axis=0), mask=column < WIDTH)
 
 
 @triton.jit
@@ -208,105 +275,149 @@ def _plan(
     *,
     is_aligned: bool,
 ) -> TritonPlan:
-    rows, inner, steps = _check(operation)
-    x, scale, grad = (operation.inputs[name] for name in ("input", "scale", "grad"))
-    dx, dscale, dbias = (operation.outputs.get(name) for name in ("DX", "DScale", "DBias"))
-    if dx is None or dscale is None:
-        raise NotSupportedError(f"{operation.title()}: DX and DScale are made together")
-    inverse = operation.inputs["inv_variance"]
-    mean = operation.inputs.get("mean", inverse)
-    is_layer = operation.kind.startswith("layernorm")
-    width = x.dim[-1]
-    programs = max(1, min(rows, _PROGRAMS_A_MULTIPROCESSOR * sm_count))
-    is_double = x.data_type is DataType.DOUBLE
-    compute = tl.float64 if is_double else tl.float32
-    share_type = "*fp64" if is_double else "*fp32"
-    share_bytes = programs * width * (8 if is_double else 4)
-    scratch = [("dscale shares", share_bytes)]
-    bias_offset = 0
-    if dbias is not None:
-        scratch.append(("dbias shares", share_bytes))
-        bias_offset = -(-share_bytes // 256) * 256
+    facts = _Facts(operation, slots, sm_count, is_aligned)
+    kernels = [_rows_kernel(facts, choose_warps(facts.width) if warps is None else warps)]
+    if not facts.is_fused:
+        kernels.append(_shares_kernel(facts))
+    kernels.append(_sum_kernel(facts))
+    return TritonPlan(tuple(kernels), facts.scratch)
+
+
+class _Facts:
+    """What the kernels of one plan have in common."""
+
+    def __init__(
+        self, operation: Operation, slots: Mapping[int, int], sm_count: int, is_aligned: bool
+    ) -> None:
+        self.slots = slots
+        self.is_aligned = is_aligned
+        self.rows, self.inner, self.steps = _check(operation)
+        self.grad, self.x, self.scale, self.inverse = (
+            operation.inputs[name] for name in ("grad", "input", "scale", "inv_variance")
+        )
+        self.mean = operation.inputs.get("mean", self.inverse)
+        dx, dscale = operation.outputs.get("DX"), operation.outputs.get("DScale")
+        if dx is None or dscale is None:
+            raise NotSupportedError(f"{operation.title()}: DX and DScale are made together")
+        self.dx, self.dscale = dx, dscale
+        self.dbias = operation.outputs.get("DBias")
+        self.is_layer = operation.kind.startswith("layernorm")
+        self.width = self.x.dim[-1]
+        self.is_fused = self.width <= _MAX_FUSED_WIDTH
+        self.programs = max(1, min(self.rows, _PROGRAMS_A_MULTIPROCESSOR * sm_count))
+        self.shares = self.programs if self.is_fused else _SPLITS
+        is_double = self.x.data_type is DataType.DOUBLE
+        self.compute = tl.float64 if is_double else tl.float32
+        self.share_type = "*fp64" if is_double else "*fp32"
+        share_bytes = self.shares * self.width * (8 if is_double else 4)
+        sizes = [("dscale shares", share_bytes)]
+        if self.dbias is not None:
+            sizes.append(("dbias shares", share_bytes))
+        self.scratch = tuple(sizes)
+        pieces = plan_workspace(sizes).pieces
+        self.share_arguments = (Scratch(0), Scratch(pieces[-1].offset_bytes))
+        self.share_types = (("dscale_shares", self.share_type), ("dbias_shares", self.share_type))
+
+    def row_integers(self, names: Sequence[str]) -> dict[str, int]:
+        """Rows, and the row and element steps of the named operands (grad, x, dx)."""
+        tensors = {"grad": self.grad, "x": self.x, "dx": self.dx}
+        steps = dict(zip(("grad", "x", "dx"), self.steps, strict=True))
+        integers = {"rows": self.rows, "inner_rows": self.inner}
+        for name in names:
+            integers |= {f"{name}_outer": steps[name][0], f"{name}_inner": steps[name][1]}
+        return integers | {f"{name}_step": tensors[name].stride[-1] for name in names}
+
+    def kernel(
+        self,
+        function: Any,
+        pointers: Mapping[str, Tensor],
+        integers: Mapping[str, int],
+        constants: Mapping[str, Any],
+        grid: tuple[int, int, int],
+        warps: int,
+    ) -> PlannedKernel:
+        """A kernel over operands, then the shares, then integers; element steps of 1 are fixed."""
+        units = {n: 1 for n, value in integers.items() if n.endswith("_step") and value == 1}
+        types = [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
+        types += [*self.share_types, *((name, "i64") for name in integers if name not in units)]
+        arguments: list[Argument] = [operand(self.slots, tensor) for tensor in pointers.values()]
+        arguments += self.share_arguments
+        arguments += [Constant(value) for name, value in integers.items() if name not in units]
+        aligned: set[str] = set()
+        if self.is_aligned:
+            aligned = {"dscale_shares", "dbias_shares"}
+            aligned |= {"grad", "x", "scale", "dx"} & set(pointers)
+            aligned |= {
+                name
+                for name, value in integers.items()
+                if name.endswith(("_outer", "_inner")) and value % 16 == 0
+            }
+        shared = {"WIDTH": self.width, "HAS_DBIAS": self.dbias is not None}
+        fixed = {**units, **shared, "COMPUTE": self.compute, **constants}
+        spec = KernelSpec(function, tuple(types), tuple(fixed.items()), frozenset(aligned), warps)
+        return PlannedKernel(spec, grid, tuple(arguments))
+
+
+def _rows_kernel(facts: _Facts, warps: int) -> PlannedKernel:
     pointers = {
-        "grad": grad,
-        "x": x,
-        "scale": scale,
-        "mean": mean,
-        "inverse": inverse,
-        "dx": dx,
+        "grad": facts.grad,
+        "x": facts.x,
+        "scale": facts.scale,
+        "mean": facts.mean,
+        "inverse": facts.inverse,
+        "dx": facts.dx,
     }
-    integers = {
-        "rows": rows,
-        "inner_rows": inner,
-        "grad_outer": steps[0][0],
-        "grad_inner": steps[0][1],
-        "x_outer": steps[1][0],
-        "x_inner": steps[1][1],
-        "dx_outer": steps[2][0],
-        "dx_inner": steps[2][1],
-        "grad_step": grad.stride[-1],
-        "x_step": x.stride[-1],
-        "dx_step": dx.stride[-1],
-        "scale_step": scale.stride[-1],
+    integers = facts.row_integers(("grad", "x", "dx"))
+    integers["scale_step"] = facts.scale.stride[-1]
+    # Without accumulators nothing is kept from row to row: a program a row balances best.
+    programs = facts.programs if facts.is_fused else max(1, facts.rows)
+    constants = {
+        "BLOCK": triton.next_power_of_2(facts.width),
+        "PROGRAMS": programs,
+        "IS_LAYER": facts.is_layer,
+        "HAS_SHARES": facts.is_fused,
     }
-    units = {name: 1 for name, value in integers.items() if name.endswith("_step") and value == 1}
-    types = [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
-    types += [("dscale_shares", share_type), ("dbias_shares", share_type)]
-    types += [(name, "i64") for name in integers if name not in units]
-    arguments: list[Argument] = [operand(slots, tensor) for tensor in pointers.values()]
-    arguments += [Scratch(0), Scratch(bias_offset)]
-    arguments += [Constant(value) for name, value in integers.items() if name not in units]
-    aligned: set[str] = set()
-    if is_aligned:
-        aligned = {"grad", "x", "scale", "dx", "dscale_shares", "dbias_shares"}
-        aligned |= {
-            name
-            for name, value in integers.items()
-            if name.endswith(("_outer", "_inner")) and value % 16 == 0
-        }
-    constants: tuple[tuple[str, Any], ...] = (
-        ("WIDTH", width),
-        ("PROGRAMS", programs),
-        ("HAS_DBIAS", dbias is not None),
-        ("COMPUTE", compute),
+    return facts.kernel(norm_backward, pointers, integers, constants, (programs, 1, 1), warps)
+
+
+def _shares_kernel(facts: _Facts) -> PlannedKernel:
+    pointers = {"grad": facts.grad, "x": facts.x, "mean": facts.mean, "inverse": facts.inverse}
+    constants = {
+        "SHARES": facts.shares,
+        "ROWS": _SHARE_ROWS,
+        "COLUMNS": _SHARE_COLUMNS,
+        "IS_LAYER": facts.is_layer,
+    }
+    grid = (triton.cdiv(facts.width, _SHARE_COLUMNS), facts.shares, 1)
+    integers = facts.row_integers(("grad", "x"))
+    return facts.kernel(norm_backward_shares, pointers, integers, constants, grid, _SHARE_WARPS)
+
+
+def _sum_kernel(facts: _Facts) -> PlannedKernel:
+    dscale = facts.dscale
+    # An absent dbias keeps its place; the kernel does not look at it.
+    dbias = dscale if facts.dbias is None else facts.dbias
+    constants: dict[str, Any] = {
+        "WIDTH": facts.width,
+        "PROGRAMS": facts.shares,
+        "HAS_DBIAS": facts.dbias is not None,
+        "COMPUTE": facts.compute,
+        "ROWS": _SUM_ROWS,
+        "COLUMNS": _SUM_COLUMNS,
+    }
+    types = (
+        *facts.share_types,
+        ("dscale", pointer_type(dscale)),
+        ("dbias", pointer_type(dbias)),
+        ("dscale_step", "i64"),
+        ("dbias_step", "i64"),
     )
-    first = KernelSpec(
-        norm_backward,
-        tuple(types),
-        (
-            *units.items(),
-            ("BLOCK", triton.next_power_of_2(width)),
-            ("IS_LAYER", is_layer),
-            *constants,
-        ),
-        frozenset(aligned),
-        choose_warps(width) if warps is None else warps,
-    )
-    out_bias = dscale if dbias is None else dbias
-    second = KernelSpec(
-        sum_shares,
-        (
-            ("dscale_shares", share_type),
-            ("dbias_shares", share_type),
-            ("dscale", pointer_type(dscale)),
-            ("dbias", pointer_type(out_bias)),
-            ("dscale_step", "i64"),
-            ("dbias_step", "i64"),
-        ),
-        (*constants, ("ROWS", _SUM_ROWS), ("COLUMNS", _SUM_COLUMNS)),
-    )
-    sums: tuple[Argument, ...] = (
-        Scratch(0),
-        Scratch(bias_offset),
-        operand(slots, dscale),
-        operand(slots, out_bias),
+    arguments: tuple[Argument, ...] = (
+        *facts.share_arguments,
+        operand(facts.slots, dscale),
+        operand(facts.slots, dbias),
         Constant(dscale.stride[-1]),
-        Constant(out_bias.stride[-1]),
+        Constant(dbias.stride[-1]),
     )
-    return TritonPlan(
-        (
-            PlannedKernel(first, (programs, 1, 1), tuple(arguments)),
-            PlannedKernel(second, (triton.cdiv(width, _SUM_COLUMNS), 1, 1), sums),
-        ),
-        tuple(scratch),
-    )
+    spec = KernelSpec(sum_shares, types, tuple(constants.items()))
+    return PlannedKernel(spec, (triton.cdiv(facts.width, _SUM_COLUMNS), 1, 1), arguments)
