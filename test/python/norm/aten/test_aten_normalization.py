@@ -89,9 +89,10 @@ def test_forward_and_statistics_match_the_oracle(check_graph, kind, dtype):
         check_graph(graph, feeds, factor=16)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_inference_phase_saves_nothing(check_graph, kind):
-    x, scale, bias = _case(kind, torch.float32, torch.float32)
+def test_the_inference_phase_saves_nothing(check_graph, kind, dtype):
+    x, scale, bias = _case(kind, dtype, dtype)
     graph, feeds, outputs = _forward(kind, x, scale, bias, norm_forward_phase.INFERENCE)
     results = check_graph(graph, feeds, factor=16)
     assert list(results) == [outputs[0]] and outputs[1:].count(None) == len(outputs) - 1
