@@ -15,14 +15,15 @@ from tilewright.testing.data.draws import Draws, cast, dtype_name, dtype_of
 
 __all__ = ["block_scale_ties", "format_ties", "midpoints"]
 
-_ELEMENTS = ("FP4_E2M1", "FP8_E4M3", "FP8_E5M2")
-# Odd multiples of 1/16 or 1/8 in [1, 2): four significant bits, as E4M3 has, no power of two.
+# The code of the largest number of each element type.
+_LARGEST_CODES = {"FP4_E2M1": 0x7, "FP8_E4M3": 0x7E, "FP8_E5M2": 0x7B}
+# In [1, 2), of the four significant bits that an E4M3 scale has; no power of two.
 _SCALES = tuple(n / 8.0 for n in (9, 10, 11, 12, 13, 14, 15))
 
 
 def _format(name: str) -> FloatFormat:
-    if name not in _ELEMENTS:
-        raise ValueError(f"element_type: {name!r}; expected one of {', '.join(_ELEMENTS)}")
+    if name not in _LARGEST_CODES:
+        raise ValueError(f"element_type: {name!r}; expected one of {', '.join(_LARGEST_CODES)}")
     return FORMATS[name]
 
 
@@ -127,11 +128,8 @@ def _block_scale_ties(
     top = torch.zeros(shape, dtype=torch.bool)
     position = draws.integers("top", (rows, blocks, 1), 0, block_size)
     top.scatter_(2, position, True)
-    largest_code = int(code.max()) | 1 if element_type != "FP8_E4M3" else 0x7E
-    if element_type == "FP8_E5M2":
-        largest_code = 0x7B
     elements = torch.where(top, target.max_finite, elements)
-    codes = torch.where(top, largest_code, codes)
+    codes = torch.where(top, _LARGEST_CODES[element_type], codes)
     signs = draws.signs("sign", shape)
     codes = torch.where(signs < 0, codes + (1 << (target.bits - 1)), codes)
     exact = signs * elements * scale
