@@ -41,8 +41,10 @@ def observe(buffer: Any, label: str) -> OperandFacts:
     if isinstance(buffer, torch.Tensor):
         return observe_tensor(buffer, label)
     if isinstance(buffer, int) and not isinstance(buffer, bool):
-        if buffer < 0:
-            raise BindingError(f"tensor {label}: pointer {buffer}; expected an address >= 0")
+        if not 0 <= buffer < 2**63:
+            raise BindingError(
+                f"tensor {label}: pointer {buffer}; expected an address from 0 to 2**63 - 1"
+            )
         return OperandFacts(buffer, None, None, None, None, None, None)
     if hasattr(buffer, "__dlpack__"):
         return observe_tensor(import_dlpack(buffer, label), label)

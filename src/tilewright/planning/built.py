@@ -10,6 +10,7 @@ from tilewright.engines.base import Engine, Executable, Launchable, load_engine
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.binder import Binder, VariantPack
+from tilewright.launch.context import outside_modes
 from tilewright.launch.slots import in_place_pairs, make_slots
 from tilewright.planning.plans import Plan
 from tilewright.planning.table import engine_by_id
@@ -25,17 +26,18 @@ class BuiltPlan:
         engine: Engine = load_engine(entry.module)
         self.plan = plan
         self.device = device
-        self.executable: Executable = engine.build(graph, device, plan.knobs)
-        self.workspace_bytes = self.executable.workspace.size_bytes
-        slots = make_slots(graph)
-        self.binder = Binder(
-            slots,
-            device,
-            in_place=in_place_pairs(graph, slots),
-            virtual_uids={t.uid: t.label() for t in graph.virtual_tensors()},
-            workspace_bytes=self.workspace_bytes,
-            needs_views=self.executable.needs_views,
-        )
+        with outside_modes():
+            self.executable: Executable = engine.build(graph, device, plan.knobs)
+            self.workspace_bytes = self.executable.workspace.size_bytes
+            slots = make_slots(graph)
+            self.binder = Binder(
+                slots,
+                device,
+                in_place=in_place_pairs(graph, slots),
+                virtual_uids={t.uid: t.label() for t in graph.virtual_tensors()},
+                workspace_bytes=self.workspace_bytes,
+                needs_views=self.executable.needs_views,
+            )
 
     def bind(self, pack: VariantPack, workspace: Any = None) -> Launchable:
         """Check a call and bind it; nothing is written before ``Frame.launch``.

@@ -86,6 +86,7 @@ REFUSALS: list[tuple[str, Callable[[torch.Tensor], Any], str]] = [
     ("not a buffer", lambda t: [1.0] * 16, "got list"),
     ("a bool", lambda t: True, "got bool"),
     ("negative pointer", lambda t: -8, "pointer -8"),
+    ("huge pointer", lambda t: 2**64, "pointer 18446744073709551616"),
     ("null pointer", lambda t: 0, "null pointer"),
     ("misaligned pointer", lambda t: t.data_ptr() + 2, "not a multiple of 4 bytes"),
     ("meta device", lambda t: torch.empty(4, 4, device="meta"), "on meta"),

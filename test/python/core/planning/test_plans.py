@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewright as tw
 from tilewright.dtypes import DataType
@@ -227,6 +228,19 @@ def test_admission_asks_for_the_exact_device(capability: tuple[int, int]) -> Non
     reason = row.decline_reason(operation, future)
     assert reason is not None and "the row takes exactly sm_80, sm_90, sm_100" in reason
     assert "the row takes cuda" in (row.decline_reason(operation, CPU_ONLY) or "")
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+def test_a_plan_holds_nothing_of_the_modes_it_is_built_under(mode: Any) -> None:
+    graph = tw.Graph(io_data_type="float32", intermediate_data_type="float32")
+    x = graph.tensor((1, 2, 3, 4), name="x")
+    half = graph.mul(x, graph.tensor_scalar(0.5))
+    graph.sdpa(half, x, x, attn_scale=1.0, use_alibi_mask=True)[0].set_output(True).set_name("y")
+    with mode():
+        graph.build()
+    pack = {"x": torch.rand(1, 2, 3, 4), "y": torch.full((1, 2, 3, 4), torch.nan)}
+    graph.execute(pack, torch.empty(graph.get_workspace_size(), dtype=torch.uint8))
+    assert pack["y"].isfinite().all()
 
 
 def test_planning_is_one_shot() -> None:
