@@ -134,9 +134,12 @@ def _cuda_forward(op: Any, spec: AttentionSpec) -> Attempt | None:
 
 
 def readable(operand: Tensor, compute: torch.dtype) -> Tensor:
-    """The operand in the compute type with a contiguous last axis."""
+    """The operand in the compute type, with rows that a BLAS takes: packed, and apart."""
     operand = operand.to(compute)
-    return operand if operand.stride(3) == 1 else operand.contiguous()
+    if operand.stride(3) == 1 and operand.stride(2) >= operand.shape[3]:
+        return operand
+    # Not contiguous(): that keeps whatever strides an axis of extent 1 has.
+    return operand.clone(memory_format=torch.contiguous_format)
 
 
 def reads_scores_alone(op: Any, spec: AttentionSpec, device: torch.device) -> bool:

@@ -106,6 +106,13 @@ def test_infinities_and_nan_have_the_limits_of_the_formulas(check_graph, mode, d
     check_graph(graph, feeds)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_slope_of_zero_keeps_infinity_out(check_graph, dtype):
+    x = torch.tensor([math.inf, -math.inf, math.nan, -2.0], dtype=dtype).repeat(16)
+    graph, feeds, _ = _graph("leaky_relu", [x], negative_slope=0.0)
+    check_graph(graph, feeds)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", UNARY)
 def test_every_16_bit_number_is_rounded_once(run_guarded, mode, dtype):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import tilewright
 from tilewright.engines.aten import attention_fused
 
 pytestmark = pytest.mark.L0
@@ -60,6 +61,27 @@ def test_plain_causal_and_biased_calls_are_fused(bench, calls):
     forward_and_backward(bench, q, k, v, square, use_causal_mask_bottom_right=True)
     forward_and_backward(bench, q, k, v, bench.Rule(scale=0.3, bias=bias), extra={"bias": bias})
     assert calls == {"forward": 4, "backward": 4}
+
+
+@pytest.mark.parametrize("port", ["q", "k", "v"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_rows_that_share_storage_are_read_as_they_are(check_graph, calls, port, row):
+    # ATen's function hands the row stride to a BLAS, which takes none below the row's length.
+    dim = (2, 2, 5, 8)
+    operands = dict(zip("qkv", draw(1, *[dim] * 3), strict=True))
+    operands[port] = operands[port].as_strided(dim, (80, 40, row, 1))
+    graph = tilewright.Graph(io_data_type=torch.float32)
+    tensors = {name: graph.tensor_like(value) for name, value in operands.items()}
+    for output in graph.sdpa(**tensors, attn_scale=0.3, generate_stats=True):
+        output.set_output(True)
+    check_graph(graph, {tensors[name]: value for name, value in operands.items()}, factor=16)
+    assert calls == {"forward": 1, "backward": 0}
+
+
+def test_a_single_query_may_have_any_row_stride(bench, calls):
+    q, k, v = draw(2, (2, 2, 1, 8), *[(2, 2, 9, 8)] * 2)
+    forward_and_backward(bench, q.as_strided(q.shape, (16, 8, 0, 1)), k, v, bench.Rule(scale=0.3))
+    assert calls == {"forward": 1, "backward": 1}
 
 
 def test_other_masks_widths_and_outputs_are_not(bench, calls):
