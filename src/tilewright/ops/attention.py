@@ -25,6 +25,8 @@ from tilewright.ops.attention_call import (
     attention_forward,
     stepped,
 )
+from tilewright.ops.attention_custom import attend_by_operator
+from tilewright.ops.custom import forbid_stream, is_traced
 
 Window = tuple[int | None, int | None]
 _INTEGERS = (torch.int32, torch.int64)
@@ -355,7 +357,7 @@ def _call(
     if gate is not None:
         require_shape("gate", require_tensor("gate", gate), shape, "O's shape")
     if options.dropout_p:
-        operands["seed"] = _counter("seed", _draw_seed() if seed is None else seed)
+        operands["seed"] = _draw_seed() if seed is None else _counter("seed", seed)
         operands["offset"] = _counter("offset", offset)
     bias = operands.get("bias")
     differentiable = (q, k, v, bias, sink)
@@ -368,7 +370,12 @@ def _call(
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in differentiable
     )
-    if needs_grad:
+    if is_traced(*call.operands.values(), out):
+        forbid_stream(stream)
+        o, stats = attend_by_operator(call, want_stats=return_stats or needs_grad)
+        if out is not None:
+            o = out.copy_(o)
+    elif needs_grad:
         o, stats = AttentionFunction.apply(  # type: ignore[no-untyped-call]
             q, k, v, bias, sink, call
         )
@@ -405,11 +412,12 @@ def _options(
         raise BindingError(f"soft_cap: got {soft_cap!r}; expected a number > 0, or None")
     if depth < 1:
         raise BindingError("q: its last axis, the head size, is 0; expected at least 1")
-    chosen = depth**-0.5 if scale is None else float(scale)
-    if not math.isfinite(chosen):
+    if scale is not None and not math.isfinite(scale):
         raise BindingError(f"scale: got {scale!r}; expected a finite number")
+    if scale is None and not torch.compiler.is_compiling():
+        scale = depth**-0.5
     return AttentionOptions(
-        chosen,
+        None if scale is None else float(scale),
         bool(causal),
         align,
         (sides[0], sides[1]),
@@ -499,6 +507,6 @@ def _counter(name: str, value: int | torch.Tensor) -> torch.Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.int64)
 
 
-def _draw_seed() -> int:
+def _draw_seed() -> torch.Tensor:
     """A seed from torch's default CPU generator: torch.manual_seed repeats it."""
-    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64).item())
+    return torch.randint(0, 2**63 - 1, (1, 1, 1, 1), dtype=torch.int64)

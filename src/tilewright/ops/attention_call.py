@@ -23,11 +23,11 @@ _PACKED |= {"k": "cu_kv", "v": "cu_kv", "dk": "cu_kv", "dv": "cu_kv"}
 class AttentionOptions:
     """Everything of a call that is no operand. Hashable: it is part of the plan's key.
 
-    ``max_q`` and ``max_kv`` bound the sequence lengths of packed and paged operands; None for
-    dense ones.
+    ``scale`` is None, for D ** -0.5, only where a trace must not make a number of D. ``max_q`` and
+    ``max_kv`` bound the sequence lengths of packed and paged operands; None for dense ones.
     """
 
-    scale: float
+    scale: float | None = None
     causal: bool = False
     align: str = "top_left"
     window: tuple[int | None, int | None] = (None, None)
@@ -64,11 +64,11 @@ def attention_forward(
     call: Call, out: torch.Tensor | None, *, want_stats: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(O, Stats or None). Packed outputs are filled beyond the last sequence: 0 and -inf."""
-    o = _empty_output(call) if out is None else out
+    o = empty_output(call) if out is None else out
     outputs = {"o": o}
     stats = None
     if want_stats:
-        stats = _empty_stats(call)
+        stats = empty_stats(call)
         outputs["stats"] = stats
     if call.is_packed:
         o.zero_()
@@ -89,8 +89,9 @@ def attention_forward(
         if stats is not None:
             _set_output(made[1], "stats", stats, call, declared)
 
-    key = ("sdpa", call.options, *_keys(call.operands), *_keys(outputs))
+    key = (call.options, *_keys(call.operands), *_keys(outputs))
     run(
+        "sdpa",
         key,
         declare,
         call.operands,
@@ -140,9 +141,43 @@ def attention_backward(
         for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
             _set_output(tensor, name, outputs[name], call, declared)
 
-    key = ("sdpa_backward", call.options, *_keys(inputs), *_keys(outputs))
-    run(key, declare, inputs, outputs, device=call.device, engine=call.engine, stream=call.stream)
+    key = (call.options, *_keys(inputs), *_keys(outputs))
+    run(
+        "sdpa_backward",
+        key,
+        declare,
+        inputs,
+        outputs,
+        device=call.device,
+        engine=call.engine,
+        stream=call.stream,
+    )
     return outputs
+
+
+def attention_gradients(
+    call: Call,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    do: torch.Tensor | None,
+    dstats: torch.Tensor | None,
+    *,
+    want_dbias: bool,
+    want_dsink: bool,
+) -> dict[str, torch.Tensor]:
+    """dq, dk, dv, and dbias, dsink if wanted, of a loss on O and on Stats; one of them is given."""
+    v = call.operands["v"]
+    do = torch.zeros_like(o) if do is None else stepped(do)
+    dsink_of_stats = None
+    if dstats is not None:
+        dsink_of_stats = _sink_share(call, stats, dstats)
+        call, o, do = _with_stats_gradient(call, o, do, dstats)
+    grads = attention_backward(call, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
+    if grads["dv"].shape != v.shape:
+        grads["dv"] = grads["dv"][..., : v.shape[-1]]
+    if want_dsink and dsink_of_stats is not None:
+        grads["dsink"] = grads["dsink"] + dsink_of_stats.to(grads["dsink"].dtype)
+    return grads
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -180,27 +215,16 @@ class AttentionFunction(torch.autograd.Function):
             operands["bias"] = bias
         if sink is not None:
             operands["sink"] = sink
-        call = Call(call.options, operands, call.engine, call.stream)
-        do = torch.zeros_like(o) if do is None else stepped(do)
-        dsink_of_stats = None
-        if dstats is not None:
-            dsink_of_stats = _sink_share(call, stats, dstats)
-            call, o, do = _with_stats_gradient(call, o, do, dstats)
-        grads = attention_backward(
-            call,
+        grads = attention_gradients(
+            Call(call.options, operands, call.engine, call.stream),
             o,
             stats,
             do,
+            dstats,
             want_dbias=bool(ctx.needs_input_grad[3]),
             want_dsink=bool(ctx.needs_input_grad[4]),
         )
-        dv = grads["dv"]
-        if dv.shape != v.shape:
-            dv = dv[..., : v.shape[-1]]
-        dsink = grads.get("dsink")
-        if dsink is not None and dsink_of_stats is not None:
-            dsink = dsink + dsink_of_stats.to(dsink.dtype)
-        return grads["dq"], grads["dk"], dv, grads.get("dbias"), dsink, None
+        return grads["dq"], grads["dk"], grads["dv"], grads.get("dbias"), grads.get("dsink"), None
 
 
 def stepped(packed: torch.Tensor) -> torch.Tensor:
@@ -259,14 +283,16 @@ def _sink_share(call: Call, stats: torch.Tensor, dstats: torch.Tensor) -> torch.
     return share.transpose(0, head_axis).flatten(1).sum(1).view(sink.shape)
 
 
-def _empty_output(call: Call) -> torch.Tensor:
+def empty_output(call: Call) -> torch.Tensor:
+    """A new O in q's axis order."""
     q, v = call.operands["q"], call.operands["v"]
     shape = (*q.shape[:-1], v.shape[-1])
     stride = strides_in_order_of(shape, q.stride())
     return torch.empty_strided(shape, stride, dtype=q.dtype, device=q.device)
 
 
-def _empty_stats(call: Call) -> torch.Tensor:
+def empty_stats(call: Call) -> torch.Tensor:
+    """A new Stats; where sequences are packed, -inf for rows of no sequence."""
     q = call.operands["q"]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if not call.is_packed:

@@ -9,6 +9,7 @@ Sources: Zhang and Sennrich 2019 (RMSNorm), Ba, Kiros and Hinton 2016 (layer nor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
+from tilewright.ops.custom import forbid_stream, in_layout_of, is_traced, nothing, register
 from tilewright.ops.plan_cache import operand_key, run
 
 
@@ -81,6 +83,19 @@ class _Kind(NamedTuple):
     eps: float
     offset: float
 
+    @property
+    def function(self) -> str:
+        """The name of the public function."""
+        return _FUNCTIONS[self.operation]
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """What the TRAINING phase keeps for the backward."""
+        return ("inv_variance",) if self.operation == "rmsnorm" else ("mean", "inv_variance")
+
+
+_FUNCTIONS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
+
 
 def _norm(
     kind: _Kind,
@@ -108,9 +123,15 @@ def _norm(
     forbid_grad_with_out(out, (x, weight, bias))
     if out is not None:
         require_shape("out", require_tensor("out", out), x.shape, "x's shape")
-    if torch.is_grad_enabled() and any(
+    needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
-    ):
+    )
+    if is_traced(x, weight, bias, out):
+        forbid_stream(stream)
+        operator = _OPERATORS[kind.operation]
+        y = operator(x, weight, bias, kind.eps, kind.offset, needs_grad, engine)[0]
+        y = y if out is None else out.copy_(y)
+    elif needs_grad:
         y = _NormFunction.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, kind, engine, stream
         )
@@ -142,8 +163,9 @@ def _forward(
     if want_statistics:
         shape = (*inputs["x"].shape[:-1], 1)
         dtype = _statistics_type(x)
-        names = ("inv_variance",) if kind.operation == "rmsnorm" else ("mean", "inv_variance")
-        statistics = {n: torch.empty(shape, dtype=dtype, device=x.device) for n in names}
+        statistics = {
+            name: torch.empty(shape, dtype=dtype, device=x.device) for name in kind.statistics
+        }
         outputs |= statistics
 
     def declare(graph: DeclaredGraph) -> None:
@@ -153,12 +175,63 @@ def _forward(
         made = method(
             phase, source, scale_, bias_, graph.tensor_scalar(kind.eps, _statistics_type(x))
         )
-        names = ("y", "inv_variance") if len(made) == 2 else ("y", "mean", "inv_variance")
-        _bind_outputs(dict(zip(names, made, strict=True)), outputs)
+        _bind_outputs(dict(zip(("y", *kind.statistics), made, strict=True)), outputs)
 
     key = (kind, want_statistics, *_keys(inputs), *_keys(outputs))
-    run(key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
+    run(kind.function, key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
+    if x.dim() > MAX_RANK:
+        # The rows may be a copy.
+        y.copy_(outputs["y"].reshape(y.shape))
     return y, statistics
+
+
+def _backward(
+    kind: _Kind,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    engine: str | None,
+    stream: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, weight and bias; None for a parameter that is absent."""
+    inputs = {"grad": _rows(grad), "x": _rows(x), "scale": _scale(kind, x, weight)}
+    inputs |= dict(zip(kind.statistics, saved, strict=True))
+    parameter_type = _statistics_type(x)
+    width = x.shape[-1:]
+    outputs = {
+        "dx": torch.empty_like(inputs["x"]),
+        "dscale": torch.empty(width, dtype=parameter_type, device=x.device),
+    }
+    has_bias = bias is not None or kind.operation == "layernorm"
+    if has_bias:
+        outputs["dbias"] = torch.empty(width, dtype=parameter_type, device=x.device)
+
+    def declare(graph: DeclaredGraph) -> None:
+        source, scale, _ = _declare_operands(graph, inputs)
+        incoming = _declare(graph, "grad", inputs["grad"])
+        stats = [_declare(graph, name, inputs[name]) for name in kind.statistics]
+        if kind.operation == "rmsnorm":
+            made = graph.rmsnorm_backward(incoming, source, scale, stats[0], has_bias)
+        else:
+            made = graph.layernorm_backward(incoming, source, scale, stats[0], stats[1])
+        _bind_outputs(dict(zip(("dx", "dscale", "dbias"), made, strict=True)), outputs)
+
+    run(
+        f"{kind.function}_backward",
+        (kind, *_keys(inputs), *_keys(outputs)),
+        declare,
+        inputs,
+        outputs,
+        device=x.device,
+        engine=engine,
+        stream=stream,
+    )
+    dx = outputs["dx"].reshape(x.shape)
+    dweight = None if weight is None else outputs["dscale"].to(weight.dtype)
+    dbias = None if bias is None else outputs["dbias"].to(bias.dtype)
+    return dx, dweight, dbias
 
 
 class _NormFunction(torch.autograd.Function):
@@ -176,43 +249,84 @@ class _NormFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         y, statistics = _forward(kind, x, weight, bias, None, engine, stream, want_statistics=True)
         ctx.save_for_backward(x, weight, *statistics.values())
-        ctx.call = (kind, tuple(statistics), bias, engine, stream)
+        ctx.call = (kind, bias, engine, stream)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, *saved = ctx.saved_tensors
-        kind, names, bias, engine, stream = ctx.call
-        scale = _scale(kind, x, weight)
-        inputs = {"grad": _rows(grad), "x": _rows(x), "scale": scale}
-        inputs |= dict(zip(names, saved, strict=True))
-        parameter_type = _statistics_type(x)
-        width = x.shape[-1:]
-        outputs = {
-            "dx": torch.empty_like(_rows(x)),
-            "dscale": torch.empty(width, dtype=parameter_type, device=x.device),
-        }
-        has_bias = bias is not None or kind.operation == "layernorm"
-        if has_bias:
-            outputs["dbias"] = torch.empty(width, dtype=parameter_type, device=x.device)
+        kind, bias, engine, stream = ctx.call
+        grads = _backward(kind, grad, x, weight, bias, saved, engine, stream)
+        return *grads, None, None, None
 
-        def declare(graph: DeclaredGraph) -> None:
-            source, scale_, _ = _declare_operands(graph, inputs)
-            incoming = _declare(graph, "grad", inputs["grad"])
-            stats = [_declare(graph, name, inputs[name]) for name in names]
-            if kind.operation == "rmsnorm":
-                made = graph.rmsnorm_backward(incoming, source, scale_, stats[0], has_bias)
-            else:
-                made = graph.layernorm_backward(incoming, source, scale_, stats[0], stats[1])
-            _bind_outputs(dict(zip(("dx", "dscale", "dbias"), made, strict=True)), outputs)
 
-        key = ("backward", kind, has_bias, *_keys(inputs), *_keys(outputs))
-        run(key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
-        dx = outputs["dx"].reshape(x.shape)
-        dweight = None if weight is None else outputs["dscale"].to(weight.dtype)
-        dbias = None if bias is None else outputs["dbias"].to(bias.dtype)
-        return dx, dweight, dbias, None, None, None
+def _register(operation: str) -> Any:
+    """``tilewright::rms_norm`` or ``layer_norm`` and its backward; returns the former.
+
+    They return y and the statistics, and the three gradients; what is absent is an empty tensor.
+    """
+    names = _Kind(operation, 0.0, 0.0).statistics
+    options = "float eps, float offset"
+    operands = "Tensor x, Tensor? weight, Tensor? bias"
+
+    def compute(x: Any, weight: Any, bias: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+        eps, offset, want_statistics, engine = rest
+        y, made = _forward(
+            _Kind(operation, eps, offset),
+            *(x, weight, bias, None, engine, None),
+            want_statistics=want_statistics,
+        )
+        return y, *(made.get(name, nothing(y)) for name in names)
+
+    def fake(x: Any, weight: Any, bias: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+        y, kept = torch.empty_like(x), nothing(x)
+        if rest[2]:
+            kept = x.new_empty((*_rows(x).shape[:-1], 1), dtype=_statistics_type(x))
+        return y, *(torch.empty_like(kept) for _ in names)
+
+    def compute_backward(grad: Any, x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        *saved, eps, offset, engine = rest
+        kind = _Kind(operation, eps, offset)
+        dx, *parameters = _backward(kind, grad, x, weight, bias, saved, engine, None)
+        return in_layout_of(x, dx), *(nothing(x) if d is None else d for d in parameters)
+
+    def fake_backward(grad: Any, x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        parameters = (nothing(x) if p is None else p.new_empty(p.shape) for p in (weight, bias))
+        return torch.empty_like(x), *parameters
+
+    backward_operator = register(
+        f"{_FUNCTIONS[operation]}_backward",
+        f"(Tensor grad, {operands}, {', '.join(f'Tensor {name}' for name in names)}, {options},"
+        " str? engine) -> (Tensor, Tensor, Tensor)",
+        compute_backward,
+        fake_backward,
+    )
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias, *options, want_statistics, engine = inputs
+        if not want_statistics:
+            raise BindingError(
+                "want_statistics: False where an operand requires grad; must be True"
+            )
+        ctx.save_for_backward(x, weight, bias, *output[1:])
+        ctx.options = (*options, engine)
+        ctx.mark_non_differentiable(*output[1:])
+
+    def backward(ctx: Any, grad: Any, *_: Any) -> Any:
+        grads = backward_operator(grad, *ctx.saved_tensors, *ctx.options)
+        kept = (d if needs else None for d, needs in zip(grads, ctx.needs_input_grad, strict=False))
+        return *kept, None, None, None, None
+
+    return register(
+        _FUNCTIONS[operation],
+        f"({operands}, {options}, bool want_statistics, str? engine) -> "
+        f"({', '.join(('Tensor',) * (1 + len(names)))})",
+        compute,
+        fake,
+        setup=setup,
+        backward=backward,
+    )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -265,3 +379,6 @@ def _bind_outputs(made: dict[str, Any], outputs: dict[str, torch.Tensor]) -> Non
 
 def _keys(operands: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     return tuple((name, operand_key(tensor)) for name, tensor in operands.items())
+
+
+_OPERATORS = {operation: _register(operation) for operation in _FUNCTIONS}

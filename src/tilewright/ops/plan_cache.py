@@ -1,7 +1,7 @@
 """The plan cache of the functions: one built plan for each distinct declaration.
 
-A key holds everything that a plan depends on: the function, its options, the engine, and the
-shape, stride, data type and device of every operand.
+A key holds everything that a plan depends on: the operation, its options, the engine, and the
+shape, stride, data type and device of every operand. Threads may share the cache.
 """
 
 from __future__ import annotations
@@ -42,17 +42,23 @@ def clear_plan_cache() -> None:
 
 def plan_count() -> int:
     """How many plans are kept."""
-    return len(_plans)
+    with _lock:
+        return len(_plans)
 
 
 def cached_explanations() -> list[Explanation]:
-    """For every kept plan, which engine runs it and why the others declined."""
+    """For every kept plan, which engine runs it and why the others declined.
+
+    ``graph_name`` of each is the operation that its plan serves: "sdpa", "sdpa_backward",
+    "layer_norm", "linear" and so on.
+    """
     with _lock:
         graphs = [graph for graph, _ in _plans.values()]
     return [graph.explain() for graph in graphs]
 
 
 def run(
+    operation: str,
     key: Hashable,
     declare: Callable[[Graph], Any],
     inputs: Operands,
@@ -64,14 +70,14 @@ def run(
 ) -> str:
     """Run the graph that ``declare`` declares, by tensor name; returns the plan's name.
 
-    ``declare`` is called once a key. The workspace is allocated here, on the stream that the
-    work goes to.
+    ``operation`` says what the graph computes, and names it. ``declare`` is called once a key. The
+    workspace is allocated here, on the stream that the work goes to.
 
     Raises:
         NotSupportedError: if no engine, or not the wanted one, takes the graph.
         BindingError: if an operand does not fit.
     """
-    built = _plan((key, engine, device), declare, device, engine)
+    built = _plan(operation, key, declare, device, engine)
     pack = {**inputs, **outputs}
     if stream is None:
         built.execute(pack, _workspace(built))
@@ -88,14 +94,20 @@ def _workspace(built: BuiltPlan) -> torch.Tensor | None:
 
 
 def _plan(
-    key: Hashable, declare: Callable[[Graph], Any], device: torch.device, engine: str | None
+    operation: str,
+    key: Hashable,
+    declare: Callable[[Graph], Any],
+    device: torch.device,
+    engine: str | None,
 ) -> BuiltPlan:
+    key = (operation, key, engine, device)
     with _lock:
         kept = _plans.get(key)
         if kept is not None:
             _plans.move_to_end(key)
             return kept[1]
-    graph = Graph(name="ops", handle=Handle(device), intermediate_data_type="float32")
+    # Built outside the lock: two threads may build the same plan, and the first one's is kept.
+    graph = Graph(name=operation, handle=Handle(device), intermediate_data_type="float32")
     declare(graph)
     graph.create_execution_plans()
     if engine is not None:
@@ -103,7 +115,7 @@ def _plan(
     graph.build_plans()
     built = graph._active_plan()
     with _lock:
-        _plans[key] = (graph, built)
+        built = _plans.setdefault(key, (graph, built))[1]
         if len(_plans) > _CAPACITY:
             _plans.popitem(last=False)
     return built

@@ -25,6 +25,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
+from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
 from tilewright.ops.plan_cache import Operands, operand_key, run
 
 ACTIVATIONS = {
@@ -92,10 +93,16 @@ def linear(
     shape = (*x.shape[:-1], columns // 2 if glu else columns)
     if out is not None:
         require_shape("out", require_tensor("out", out), shape, "(..., N), or (..., N/2) with glu")
-    if torch.is_grad_enabled() and any(
+    needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
-    ):
-        y: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+    )
+    y: torch.Tensor
+    if is_traced(x, weight, bias, out):
+        forbid_stream(stream)
+        y = _linear(flat, weight, bias, *epilogue, needs_grad, engine)[0].reshape(shape)
+        return y if out is None else out.copy_(y)
+    if needs_grad:
+        y = _LinearFunction.apply(  # type: ignore[no-untyped-call]
             flat, weight, bias, epilogue, engine, stream
         )
         return y.reshape(shape)
@@ -127,30 +134,52 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, product = ctx.saved_tensors
         bias_type, epilogue, engine, stream = ctx.call
-        inputs = {"x": x, "weight": weight, "grad": grad}
-        if product is not None:
-            inputs["product"] = product
-        outputs = {"dx": torch.empty_like(x), "dweight": torch.empty_like(weight)}
+        grads = _backward(grad, x, weight, product, bias_type, epilogue, engine, stream)
+        return *grads, None, None, None
+
+
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    product: torch.Tensor | None,
+    bias_type: torch.dtype | None,
+    epilogue: _Epilogue,
+    engine: str | None,
+    stream: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of x, weight and bias; None for an absent bias."""
+    inputs = {"x": x, "weight": weight, "grad": grad}
+    if product is not None:
+        inputs["product"] = product
+    outputs = {"dx": torch.empty_like(x), "dweight": torch.empty_like(weight)}
+    if bias_type is not None:
+        outputs["dbias"] = torch.empty((1, weight.shape[0]), dtype=bias_type, device=x.device)
+
+    def declare(graph: DeclaredGraph) -> None:
+        named = _declare_all(graph, inputs)
+        dproduct = _declare_epilogue_backward(graph, named["grad"], named.get("product"), epilogue)
+        rows, columns = x.shape[0], weight.shape[0]
+        _finish(graph.matmul(dproduct, named["weight"]), "dx", outputs["dx"])
+        transposed = graph.transpose(dproduct, permutation=(1, 0)).set_dim((columns, rows))
+        _finish(graph.matmul(transposed, named["x"]), "dweight", outputs["dweight"])
         if bias_type is not None:
-            outputs["dbias"] = torch.empty((1, weight.shape[0]), dtype=bias_type, device=x.device)
+            total = graph.reduction(dproduct, reduction_mode.ADD).set_dim((1, columns))
+            _finish(total, "dbias", outputs["dbias"])
 
-        def declare(graph: DeclaredGraph) -> None:
-            named = _declare_all(graph, inputs)
-            dproduct = _declare_epilogue_backward(
-                graph, named["grad"], named.get("product"), epilogue
-            )
-            rows, columns = x.shape[0], weight.shape[0]
-            _finish(graph.matmul(dproduct, named["weight"]), "dx", outputs["dx"])
-            transposed = graph.transpose(dproduct, permutation=(1, 0)).set_dim((columns, rows))
-            _finish(graph.matmul(transposed, named["x"]), "dweight", outputs["dweight"])
-            if bias_type is not None:
-                total = graph.reduction(dproduct, reduction_mode.ADD).set_dim((1, columns))
-                _finish(total, "dbias", outputs["dbias"])
-
-        key = ("linear_backward", epilogue, *_keys(inputs), *_keys(outputs))
-        run(key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
-        dbias = None if bias_type is None else outputs["dbias"].reshape(-1)
-        return outputs["dx"], outputs["dweight"], dbias, None, None, None
+    key = (epilogue, *_keys(inputs), *_keys(outputs))
+    run(
+        "linear_backward",
+        key,
+        declare,
+        inputs,
+        outputs,
+        device=x.device,
+        engine=engine,
+        stream=stream,
+    )
+    dbias = None if bias_type is None else outputs["dbias"].reshape(-1)
+    return outputs["dx"], outputs["dweight"], dbias
 
 
 def _forward(
@@ -182,8 +211,8 @@ def _forward(
             _finish(product, "product", outputs["product"])
         _finish(_declare_epilogue(graph, product, epilogue, (rows, columns)), "y", y)
 
-    key = ("linear", epilogue, *_keys(inputs), *_keys(outputs))
-    run(key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
+    key = (epilogue, *_keys(inputs), *_keys(outputs))
+    run("linear", key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
     return y, outputs.get("product")
 
 
@@ -263,3 +292,82 @@ def _finish(made: Tensor, name: str, buffer: torch.Tensor) -> None:
 
 def _keys(operands: Operands) -> tuple[Any, ...]:
     return tuple((name, operand_key(tensor)) for name, tensor in operands.items())
+
+
+def _compute(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    glu: str | None,
+    is_training: bool,
+    engine: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keep = is_training and activation is not None
+    epilogue = _Epilogue(activation, glu)
+    y, product = _forward(x, weight, bias, epilogue, engine, None, keep_product=keep)
+    return y, nothing(y) if product is None else product
+
+
+def _fake(x: Any, weight: Any, bias: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    activation, glu, is_training, _ = rest
+    rows, columns = x.shape[0], weight.shape[0]
+    y = x.new_empty((rows, columns // 2 if glu else columns))
+    keep = is_training and activation is not None
+    return y, x.new_empty((rows, columns)) if keep else nothing(x)
+
+
+def _compute_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    product: torch.Tensor,
+    activation: str | None,
+    glu: str | None,
+    engine: str | None,
+) -> tuple[torch.Tensor, ...]:
+    kept = None if activation is None else product
+    bias_type = None if bias is None else bias.dtype
+    epilogue = _Epilogue(activation, glu)
+    dx, dweight, dbias = _backward(grad, x, weight, kept, bias_type, epilogue, engine, None)
+    return dx, dweight, nothing(x) if dbias is None else dbias
+
+
+def _fake_backward(grad: Any, x: Any, weight: Any, bias: Any, *_: Any) -> tuple[Any, ...]:
+    dbias = nothing(x) if bias is None else bias.new_empty(bias.shape)
+    return torch.empty_like(x), torch.empty_like(weight), dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, bias, activation, glu, is_training, engine = inputs
+    if not is_training:
+        raise BindingError("is_training: False where an operand requires grad; must be True")
+    ctx.save_for_backward(x, weight, bias, output[1])
+    ctx.options = (activation, glu, engine)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    grads = _linear_backward(grad, *ctx.saved_tensors, *ctx.options)
+    kept = (d if needs else None for d, needs in zip(grads, ctx.needs_input_grad, strict=False))
+    return *kept, None, None, None, None
+
+
+_OPERANDS = "Tensor x, Tensor weight, Tensor? bias"
+# The product before the epilogue is empty where the gradient does not need it.
+_linear_backward = register(
+    "linear_backward",
+    f"(Tensor grad, {_OPERANDS}, Tensor product, str? activation, str? glu, str? engine)"
+    " -> (Tensor, Tensor, Tensor)",
+    _compute_backward,
+    _fake_backward,
+)
+_linear = register(
+    "linear",
+    f"({_OPERANDS}, str? activation, str? glu, bool is_training, str? engine) -> (Tensor, Tensor)",
+    _compute,
+    _fake,
+    setup=_setup,
+    backward=_autograd_backward,
+)

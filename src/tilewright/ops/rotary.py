@@ -19,10 +19,13 @@ from tilewright.errors import BindingError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import require_device, require_float, require_shape, require_tensor
+from tilewright.ops.custom import forbid_stream, is_traced, register
 from tilewright.ops.plan_cache import operand_key, run
 
 
 class _Layout(NamedTuple):
+    """What a rotation's plan depends on beside its operands; in the order of the operator."""
+
     interleaved: bool
     rotary_dim: int
     is_backward: bool
@@ -78,9 +81,14 @@ def rope(
         )
         tables[name] = table.detach().unsqueeze(1)
     layout = _Layout(interleaved, width, is_backward=False)
-    if torch.is_grad_enabled() and x.requires_grad:
-        if inplace:
-            raise BindingError("inplace: given while x requires grad; use it under torch.no_grad")
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if needs_grad and inplace:
+        raise BindingError("inplace: given while x requires grad; use it under torch.no_grad")
+    if is_traced(x, cos, sin):
+        forbid_stream(stream)
+        y: torch.Tensor = _rope(x, tables["cos"], tables["sin"], *layout, engine)
+        return x.copy_(y) if inplace else y
+    if needs_grad:
         result: torch.Tensor = _RopeFunction.apply(  # type: ignore[no-untyped-call]
             x, tables["cos"], tables["sin"], layout, engine, stream
         )
@@ -134,9 +142,40 @@ def _rotate(
             True
         ).set_name("y").set_data_type(x.dtype).set_dim(y.shape).set_stride(y.stride())
 
-    key = ("rope", layout, *(operand_key(tensor) for tensor in inputs.values()), operand_key(y))
-    run(key, declare, inputs, {"y": y}, device=x.device, engine=engine, stream=stream)
+    key = (layout, *(operand_key(tensor) for tensor in inputs.values()), operand_key(y))
+    operation = "rope_backward" if layout.is_backward else "rope"
+    run(operation, key, declare, inputs, {"y": y}, device=x.device, engine=engine, stream=stream)
     return y
+
+
+def _compute(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *layout_and_engine: Any
+) -> torch.Tensor:
+    *layout, engine = layout_and_engine
+    return _rotate(x, cos, sin, _Layout(*layout), engine, None)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, cos, sin, *layout, ctx.engine = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.layout = _Layout(*layout)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> Any:
+    opposite = ctx.layout._replace(is_backward=not ctx.layout.is_backward)
+    dx = _rope(grad, *ctx.saved_tensors, *opposite, ctx.engine)
+    return dx, *(None,) * 6
+
+
+_rope = register(
+    "rope",
+    "(Tensor x, Tensor cos, Tensor sin, bool interleaved, SymInt rotary_dim, bool is_backward,"
+    " str? engine) -> Tensor",
+    _compute,
+    lambda x, *_: torch.empty_like(x),
+    setup=_setup,
+    backward=_backward,
+)
 
 
 def _declare_rotation(

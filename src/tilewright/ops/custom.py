@@ -1,0 +1,76 @@
+"""How the functions become operators of PyTorch, and when a call has to go through them.
+
+Kernels take addresses, so a trace must see a call as one operator with a fake, never its inside.
+``torch.compiler.is_compiling`` does not tell: it is false while AOT Autograd traces a backward, and
+under ``make_fx`` or ``FakeTensorMode`` alone. A dispatch mode, or a tensor of another class, does.
+
+Eager calls go past the dispatcher, which would cost more time than all else on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from tilewright.errors import NotSupportedError
+
+NAMESPACE = "tilewright"
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_traced(*operands: torch.Tensor | None) -> bool:
+    """True if a call with these operands must go through its registered operator."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return True
+    return any(t is not None and type(t) not in _ORDINARY for t in operands)
+
+
+def forbid_stream(stream: Any) -> None:
+    """An operator runs on its device's current stream.
+
+    Raises:
+        NotSupportedError: if a traced call names another one.
+    """
+    if stream is not None:
+        raise NotSupportedError(
+            "stream: given in a traced call; expected None, and a torch.cuda.stream around it"
+        )
+
+
+def register(
+    name: str,
+    schema: str,
+    compute: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Register ``tilewright::name`` and return the operator, called with all its arguments.
+
+    ``compute`` returns new tensors, of the shapes, strides and types that ``fake`` tells. ``setup``
+    (ctx, inputs, output) and ``backward`` (ctx, *gradients) are its autograd; without them it has
+    none.
+    """
+    qualified = f"{NAMESPACE}::{name}"
+    operator = torch.library.custom_op(qualified, compute, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    if backward is not None:
+        operator.register_autograd(backward, setup_context=setup)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def in_layout_of(model: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """``made`` with the strides that ``torch.empty_like(model)`` has, as a tensor of its own."""
+    like = torch.empty_like(model)
+    if made.stride() == like.stride() and made._base is None:
+        return made
+    return like.copy_(made)
+
+
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """What stands for an output that was not asked for: operators return tensors alone."""
+    return like.new_empty(0)
