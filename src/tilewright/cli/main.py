@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from tilewright._version import __version__
 from tilewright.cli import bench, doctor, explain, plans, run
-from tilewright.cli.exits import ExitCode, exit_code_of
+from tilewright.cli.exits import CommandError, ExitCode, exit_code_of
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _EPILOG = """\
 exit status:
@@ -44,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from argparse, for ``--help``, ``--version`` and wrong usage (status 2).
     """
     arguments = build_parser().parse_args(argv)
+    if sys.stdout is None:
+        # A process that was started with its standard output closed.
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return _execute(arguments)
+    return _execute(arguments)
+
+
+def _execute(arguments: argparse.Namespace) -> int:
     try:
         code = int(arguments.execute(arguments))
         # Here, where a reader that left can still be told from an error.
@@ -56,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return ExitCode.OK
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            # Files of ours raise CommandError, so this is standard output.
+            sys.stdout = None
+            error = CommandError(f"standard output: cannot be written: {error.strerror}")
         status = exit_code_of(error)
         if status is None:
             traceback.print_exc()

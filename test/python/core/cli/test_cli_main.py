@@ -127,6 +127,31 @@ def test_a_reader_that_leaves_is_no_error(
         stream.close()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_standard_output_is_2_and_one_line(
+    graph_file: FileMaker, options: list[str]
+) -> None:
+    command = [sys.executable, "-m", "tilewright.cli.main", "plans", str(graph_file()), *options]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "tilewright plans: error: standard output: cannot be written: No space left on device\n"
+    )
+
+
+def test_a_closed_standard_output_is_no_error(
+    graph_file: FileMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(graph_file())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plans", path]) == 0
+    assert main(["plans", path, "--json"]) == 0
+
+
 def test_the_exit_codes_are_documented() -> None:
     text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     help_text = build_parser().format_help()
