@@ -1,0 +1,1 @@
+"""Random graphs: how they are drawn, run between guard bytes, and judged."""
