@@ -14,12 +14,16 @@ _EXPORTS = {
         "tilewright.testing.compare",
     ),
     **dict.fromkeys(
-        ("Intermediate", "assert_close_fp8"),
+        ("Flip", "Fp8Comparison", "assert_close_fp8"),
         "tilewright.testing.compare_fp8",
+    ),
+    **dict.fromkeys(
+        ("Intermediates", "backward_intermediates", "forward_intermediates"),
+        "tilewright.testing.fp8_flip",
     ),
     "explain_glu_failure": "tilewright.testing.compare_glu",
     "error_picture": "tilewright.testing.report",
-    **dict.fromkeys(("Case", "from_repro"), "tilewright.testing.data"),
+    **dict.fromkeys(("DataCase", "from_repro"), "tilewright.testing.data"),
 }
 _SUBMODULES = ("data",)
 
