@@ -54,7 +54,12 @@ def _defines_tests(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     if "test" not in text.lower():
         return False
-    for node in ast.parse(text, filename=str(path)).body:
+    try:
+        body = ast.parse(text, filename=str(path)).body
+    except SyntaxError:
+        # A template or a broken script; a broken test file fails at its own collection.
+        return False
+    for node in body:
         if _is_test(node):
             return True
         if (

@@ -16,7 +16,7 @@ import pytest
 
 from tilewright.testing import deadline, notes, placement
 from tilewright.testing.ledger import Ledger
-from tilewright.testing.running import WorkerFiles
+from tilewright.testing.running import COLLECTED, USAGE, WorkerFiles
 
 # How long to wait for a dead worker's process before its replacement starts.
 _PROCESS_END_S = 60.0
@@ -109,13 +109,17 @@ class Controlling:
     def pytest_testnodedown(self, node: Any, error: object | None) -> None:
         """Find out how a worker ended, and whether another one can do better."""
         worker = node.gateway.id
+        usage = getattr(node, "workeroutput", {}).get(USAGE)
+        if error is None and usage:
+            raise pytest.UsageError(*usage)
         # A pytest.exit in a worker arrives as an interrupt: somebody wants the run to stop.
         if error is None or error == "keyboard-interrupt":
             return
         death = self._examine(node, error)
         self._last = death
-        if not self._collected.get(worker):
-            self._bar(worker, death)
+        collecting = _read(WorkerFiles(self._folder, worker).collecting)
+        if not self._collected.get(worker) and collecting != COLLECTED:
+            self._bar(worker, death, collecting)
             return
         self._idle_deaths += 1
         self._ledger.unblamed.append(
@@ -144,7 +148,7 @@ class Controlling:
             return
         self._idle_deaths = 0
         self._ledger.unblamed.pop()
-        if death.note and self._ledger.has_ended(crashitem):
+        if self._ledger.made_unfit(crashitem):
             _silence(report)
             return
         report.longrepr = death.text(f"ran {crashitem!r}")
@@ -163,10 +167,8 @@ class Controlling:
         if most and failures >= most and not getattr(workers, "shouldstop", True):
             workers.shouldstop = f"stopping after {failures} failures"
 
-    def _bar(self, worker: str, death: Death) -> None:
+    def _bar(self, worker: str, death: Death, collector: str) -> None:
         """After a death during collection: leave out what was being collected, or give up."""
-        files = WorkerFiles(self._folder, worker)
-        collector = _read(files.collecting)
         if not collector or collector in self._barred_at_start[worker]:
             raise pytest.exit.Exception(
                 f"worker {worker} ended before it had collected the tests: {death.how}\n"

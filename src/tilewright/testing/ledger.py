@@ -27,6 +27,7 @@ class Ledger:
         self._outcome: dict[str, str] = {}
         self._ended: dict[str, int] = {}
         self._rerun: set[str] = set()
+        self._unfit: set[str] = set()
         self._dims_read: set[str] = set()
         self._reasons: collections.Counter[tuple[str, str]] = collections.Counter()
         self._repros: list[str] = []
@@ -38,18 +39,9 @@ class Ledger:
         """Say which tests there are, after deselection."""
         self._collected = dict(collections.Counter(ids))
 
-    def first_collection(self) -> list[str]:
-        """The tests that there are."""
-        return list(self._collected)
-
-    def has_ended(self, nodeid: str) -> bool:
-        """True if the test's last report arrived."""
-        return nodeid in self._ended
-
-    def forget(self, nodeid: str) -> None:
-        """Drop the reports of a test that is going to run again."""
-        self._outcome.pop(nodeid, None)
-        self._ended.pop(nodeid, None)
+    def made_unfit(self, nodeid: str) -> bool:
+        """True if the test's own reports tell that no later test could run in its process."""
+        return nodeid in self._unfit and nodeid in self._ended
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """In a run without workers, the items are here."""
@@ -66,6 +58,8 @@ class Ledger:
             return
         if plain.get("crashed"):
             outcome = "crashed"
+        if "unfit" in plain:
+            self._unfit.add(report.nodeid)
         self._dims_read.update(plain.get("dims", ()))
         known = self._outcome.get(report.nodeid, "passed")
         self._outcome[report.nodeid] = max(known, outcome, key=_ORDER.__getitem__)

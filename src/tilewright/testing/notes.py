@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ class Notes:
     declined: str | None = None
     # Why this process can run no further test.
     unfit: str | None = None
-    bad_finding: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
+    # What the last probe found wrong.
+    finding: str | None = None
 
 
 KEY = pytest.StashKey[Notes]()

@@ -14,6 +14,10 @@ import pytest
 from tilewright.testing import deadline, locks, notes, placement, probe
 from tilewright.testing.ending import Ending, LeaveWorker, StopRun
 
+# In place of the id of what is being collected; no such id.
+COLLECTED = "::"
+# In a worker's output: the lines of a usage error.
+USAGE = "tilewright_usage"
 # What pytest itself needs to go on after a MemoryError is not to be had.
 _OUT_OF_MEMORY = "the process ran out of host memory"
 
@@ -63,7 +67,7 @@ class Running:
         try:
             result = yield
         except BaseException:
-            # The test has its own failure; the probe only tells whether the process is fit.
+            # A failure of the test's own stays; makereport sees to skips and expected failures.
             self._look(item)
             raise
         message = self._look(item)
@@ -80,12 +84,17 @@ class Running:
             pytest.fail(message, pytrace=False)
         return result
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put the notes on the report."""
+        """Put the notes on the report; no skip and no expected failure hides a bad finding."""
         report = yield
+        finding = notes.of(item).finding
+        if finding is not None and call.when == "call" and not report.failed:
+            report.outcome = "failed"
+            report.longrepr = finding
+            vars(report).pop("wasxfail", None)
         if call.excinfo is not None and call.excinfo.errisinstance(MemoryError):
             notes.of(item).unfit = _OUT_OF_MEMORY
         unfit = notes.of(item).unfit
@@ -102,7 +111,8 @@ class Running:
         finding = probe.look()
         if finding.health is probe.Health.DEAD:
             known.unfit = finding.message
-        return finding.message or None
+        known.finding = finding.message or None
+        return known.finding
 
 
 class RunningInWorker(Running):
@@ -133,6 +143,20 @@ class RunningInWorker(Running):
             report = yield
         self._files.collecting.write_text("", encoding="utf-8")
         return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Hand a usage error to the controller: a path or test that is not there, for one."""
+        try:
+            return (yield)
+        except pytest.UsageError as error:
+            output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
+            output[USAGE] = [str(line) for line in error.args]
+            raise
+
+    def pytest_collection_finish(self) -> None:
+        """Say that all is collected."""
+        self._files.collecting.write_text(COLLECTED, encoding="utf-8")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_internalerror(self, excrepr: object, excinfo: pytest.ExceptionInfo[Any]) -> None:

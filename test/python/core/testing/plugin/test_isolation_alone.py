@@ -135,10 +135,11 @@ def test_a_worker_that_cannot_start_stops_the_run(suite: Suite) -> None:
     assert ran.lines_with("ended before it had collected the tests: it exited with status 1")
 
 
-def test_a_file_that_is_not_there_stops_the_run(suite: Suite) -> None:
-    ran = suite({"test_a.py": "def test_a(): pass\n"}, "test_nowhere.py", timeout_s=60)
-    assert ran.status != 0
-    assert "test_nowhere.py" in ran.text
+@pytest.mark.parametrize("argument", ["test_nowhere.py", "test_a.py::test_nowhere"])
+def test_what_is_not_there_is_a_usage_error(suite: Suite, argument: str) -> None:
+    ran = suite({"test_a.py": "def test_a(): pass\n"}, argument, timeout_s=60)
+    assert ran.status == int(pytest.ExitCode.USAGE_ERROR), ran.text
+    assert any("ot found: " in line and argument in line for line in ran.lines_with("ERROR"))
 
 
 def test_workers_that_die_at_their_end_stop_the_run(suite: Suite) -> None:
