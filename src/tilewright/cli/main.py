@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from tilewright._version import __version__
-from tilewright.cli import bench, doctor, explain, plans, run
+from tilewright.cli import bench, doctor, explain, plans, run, verify
 from tilewright.cli.exits import CommandError, ExitCode, exit_code_of
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -19,7 +19,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EPILOG = """\
 exit status:
   0  all went well
-  1  a result differs from the float64 reference
+  1  a result differs from the float64 reference, or a check did not hold
   2  wrong usage, or a file that cannot be read or written
   3  the graph is wrong
   4  no engine (or no reference) takes the graph
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (run, plans, explain, doctor, bench):
+    for module in (run, plans, explain, doctor, bench, verify):
         module.add_parser(subparsers)
     return parser
 

@@ -1,0 +1,235 @@
+"""``tilewright verify``: detectors and oracle cases against our engines or any callable."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.cli import options, output
+from tilewright.cli.exits import ExitCode, fail
+
+if TYPE_CHECKING:
+    from tilewright.testing.verify.case import Family
+    from tilewright.testing.verify.results import Check, Report
+
+_FAMILIES = ("attention", "norms", "rms_norm", "layer_norm", "matmul", "rope", "pointwise", "all")
+_EPILOG = """\
+FAMILY is one of: attention, rms_norm, layer_norm, norms (both), matmul, rope, pointwise, all.
+--target names what to examine: package.module:callable or file.py:callable. How it is called:
+tilewright verify FAMILY --signature. PyTorch's own functions are
+tilewright.testing.verify.adapters:torch_sdpa, torch_rms_norm, torch_layer_norm, torch_matmul,
+torch_rope and torch_pointwise.
+
+exit status:
+  0  every check held, was declined, or deviates as the callable says of itself
+  1  something is broken
+  2  wrong usage
+"""
+# Lines of evidence that the terminal shows of one finding; the report has all.
+_EVIDENCE_LINES = 4
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="hold an engine, or any callable, to the contract and the references",
+        description="Run every detector and every oracle case of a family.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "family", nargs="*", metavar="FAMILY", help="what to examine; all if none is named"
+    )
+    parser.add_argument(
+        "--target", metavar="MODULE:CALLABLE", help="examine this callable, not our engines"
+    )
+    options.add_engine(parser)
+    options.add_device(parser)
+    parser.add_argument(
+        "--level", choices=("L0", "L1"), default="L0", help="L0 the quick cases (default), L1 all"
+    )
+    parser.add_argument(
+        "--seed", type=options.natural, default=0, metavar="N", help="seed of the operands (0)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the checks as JSON; - for stdout")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR|FILE.html", help="write report.html, with pictures"
+    )
+    parser.add_argument(
+        "--signature", action="store_true", help="print how a family's callable is called, and end"
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> ExitCode:
+    """Run the subcommand; the status is 1 if something is broken."""
+    families = _families(arguments)
+    if arguments.signature:
+        output.print_lines(f"{family.name}\n{family.signature}" for family in families)
+        return ExitCode.OK
+    report = _run(arguments, families)
+    if arguments.json == "-":
+        output.print_json(report.document())
+    else:
+        _print(report)
+        if arguments.json:
+            _write_json(report, Path(arguments.json))
+    if arguments.report is not None:
+        from tilewright.testing.verify.report_html import write_report
+
+        path = _writing(arguments.report, lambda: write_report(report, arguments.report))
+        if arguments.json != "-":
+            print(f"report: {path}")
+    return ExitCode.WRONG_RESULT if report.is_broken else ExitCode.OK
+
+
+def _families(arguments: argparse.Namespace) -> list[Family]:
+    for name in arguments.family:
+        if name not in _FAMILIES:
+            fail(f"{name!r}: there is no such family; known are {', '.join(_FAMILIES)}")
+    if arguments.target is not None and arguments.engine is not None:
+        fail("--target and --engine: a callable has no engine; give one of them")
+    from tilewright.testing.verify.families import FAMILIES, GROUPS
+
+    names = [n for name in arguments.family or ["all"] for n in GROUPS.get(name, (name,))]
+    families = [FAMILIES[name] for name in dict.fromkeys(names)]
+    if arguments.target is not None and len(families) != 1:
+        fail(
+            f"--target: name one family, one of {', '.join(FAMILIES)}; a callable is of one family"
+        )
+    return families
+
+
+def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
+    from tilewright.cli.machine import versions
+    from tilewright.launch.handles import default_device
+    from tilewright.planning.table import ENGINE_TABLE
+    from tilewright.testing.verify.results import Report
+    from tilewright.testing.verify.running import count_of, run_family
+    from tilewright.testing.verify.subjects import callable_maker, engine_maker, load_target
+
+    handle = options.handle_of(arguments)
+    device = default_device() if handle is None else handle.device
+    keywords: dict[str, Any] = {"level": arguments.level, "seed": arguments.seed, "device": device}
+    if arguments.target is not None:
+        try:
+            target = load_target(arguments.target)
+        except ValueError as error:
+            fail(f"--target {error}")
+        subject, make = arguments.target, callable_maker(target)
+        keywords["deviations"] = getattr(target, "verify_deviations", {})
+    else:
+        engines = [entry.name for entry in ENGINE_TABLE]
+        if arguments.engine is not None and arguments.engine not in engines:
+            fail(f"--engine {arguments.engine!r}: expected one of {', '.join(engines)}")
+        subject = f"engine {arguments.engine}" if arguments.engine else "our best plan"
+        make = engine_maker(arguments.engine, device)
+        keywords |= {"is_graph": True, "engine": arguments.engine}
+    total = sum(count_of(family, arguments.level) for family in families)
+    checks: list[Check] = []
+    with _Progress(total) as progress:
+        for family in families:
+            for found in run_family(family, make, **keywords):
+                checks += found
+                progress.advance(f"{family.name}: {found[0].case}")
+    return Report(
+        subject,
+        tuple(family.name for family in families),
+        arguments.level,
+        str(device),
+        versions(),
+        tuple(checks),
+    )
+
+
+class _Progress:
+    """A bar on standard error while it is a terminal, nothing else."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, description: str) -> None:
+        self._bar.update(self._task, advance=1, description=description)
+
+
+def _print(report: Report) -> None:
+    from tilewright.testing.verify.results import VALUES, Status
+
+    for family in report.families:
+        checks = [check for check in report.checks if check.family == family]
+        _print_rules(family, report.subject, [c for c in checks if c.rule != VALUES])
+        rows = [
+            (check.case, check.status.value, _first_line(check.text))
+            for check in checks
+            if check.rule == VALUES
+        ]
+        output.print_table(
+            f"{family}: cases against the float64 reference", ("case", "verdict", "seen"), rows
+        )
+    for status in (Status.DEVIATES, Status.BROKEN):
+        for check in report.checks:
+            if check.status is status:
+                lines = check.text.splitlines()
+                print(
+                    f"{status.value}: {check.family}, {check.case}: {check.rule} ({check.detector})"
+                )
+                output.print_lines(f"    {line.strip()}" for line in lines[:_EVIDENCE_LINES])
+    print(", ".join(f"{report.count(status)} {status.value}" for status in Status))
+
+
+def _print_rules(family: str, subject: str, checks: Sequence[Check]) -> None:
+    from tilewright.testing.verify.results import worst
+    from tilewright.testing.verify.running import RULES
+
+    cases = list(dict.fromkeys(check.case for check in checks))
+    if not cases:
+        return
+    rows = []
+    for rule in RULES:
+        of_rule = [check for check in checks if check.rule == rule]
+        cells = [worst([c for c in of_rule if c.case == case]) for case in cases]
+        # "same" is both the rule and what it checks.
+        names = " / ".join(dict.fromkeys(check.detector for check in of_rule))
+        rows.append((rule, names, *(cell.value if cell else "" for cell in cells)))
+    output.print_table(f"{family}: rules, {subject}", ("rule", "detectors", *cases), rows)
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0]
+
+
+def _write_json(report: Report, path: Path) -> None:
+    text = json.dumps(report.document(), indent=2) + "\n"
+    _writing(path, lambda: path.write_text(text, encoding="utf-8"))
+    print(f"json: {path}")
+
+
+def _writing(path: Path, write: Any) -> Any:
+    try:
+        return write()
+    except OSError as error:
+        fail(f"{path}: cannot be written: {error}")

@@ -1,0 +1,220 @@
+"""Run the cases of a family, and the detectors on those that ask for them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tilewright.errors import NotSupportedError
+from tilewright.oracle.compare import assert_close
+from tilewright.oracle.tolerances import default_tolerance
+from tilewright.testing import detectors
+from tilewright.testing.detectors.artifacts import ARTIFACTS
+from tilewright.testing.detectors.frames import FRAMES
+from tilewright.testing.detectors.subject import Subject, Tensors
+from tilewright.testing.detectors.verdict import Outcome, Verdict
+from tilewright.testing.verify.case import Case, Family
+from tilewright.testing.verify.pictures import ErrorMap, error_map
+from tilewright.testing.verify.results import VALUES, Check, Status
+from tilewright.testing.verify.subjects import MakeSubject, operands_for_graph
+
+_STATUS = {
+    Outcome.HELD: Status.HELD,
+    Outcome.BROKEN: Status.BROKEN,
+    Outcome.DECLINED: Status.DECLINED,
+}
+Run = Callable[[], Verdict]
+# How many times the error of a plain computation in the same type a result may have.
+_PLAIN_FACTOR = 2.0
+
+
+def cases_of(family: Family, level: str) -> list[Case]:
+    """The cases that a level takes: "L0" the quick ones, "L1" all."""
+    return [case for case in family.cases if case.level <= int(level.removeprefix("L"))]
+
+
+def count_of(family: Family, level: str) -> int:
+    """How many cases the progress bar counts."""
+    return len(cases_of(family, level))
+
+
+def run_family(
+    family: Family,
+    make_subject: MakeSubject,
+    *,
+    level: str = "L0",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    deviations: Mapping[str, str] | None = None,
+    is_graph: bool = False,
+    engine: str | None = None,
+) -> Iterator[list[Check]]:
+    """The checks of each case in turn.
+
+    Args:
+        deviations: by a case's tag or a rule, what the subject is known to do otherwise.
+        is_graph: the subject declares graphs; ``engine`` is the one that was asked for.
+    """
+    for case in cases_of(family, level):
+        # The name is part of the seed, so that a case keeps its numbers when others come or go.
+        mixed = random.Random(f"{seed}:{family.name}:{case.name}").getrandbits(63)
+        operands = case.make(torch.Generator().manual_seed(mixed))
+        operands = {name: tensor.to(device) for name, tensor in operands.items()}
+        subject = make_subject(family, case)
+        given = operands_for_graph(family, operands) if is_graph else operands
+        known = (deviations or {}).get(case.tag) if case.tag else None
+        values = _check_values(family, case, subject, given, operands, known)
+        checks = [values]
+        if case.is_detected and values.status is not Status.DECLINED:
+            for detector, verdict in _detect(case, subject, given, is_graph, engine):
+                status, text = _STATUS[verdict.outcome], verdict.text
+                known = (deviations or {}).get(verdict.rule)
+                if status is Status.BROKEN and known is not None:
+                    status, text = Status.DEVIATES, f"{known}. Seen: {text}"
+                checks.append(Check(family.name, case.name, verdict.rule, detector, status, text))
+        yield checks
+
+
+def _check_values(
+    family: Family,
+    case: Case,
+    subject: Subject,
+    given: Tensors,
+    operands: Tensors,
+    known: str | None,
+) -> Check:
+    def check(status: Status, text: str, picture: ErrorMap | None = None) -> Check:
+        if status is Status.BROKEN and known is not None:
+            status, text = Status.DEVIATES, f"{known}. Seen: {text}"
+        return Check(family.name, case.name, VALUES, "float64 reference", status, text, picture)
+
+    try:
+        results = subject.call(given)
+    except NotSupportedError as error:
+        return check(Status.DECLINED, str(error))
+    except Exception as error:
+        return check(Status.BROKEN, f"it raised {type(error).__name__}: {_first_line(error)}")
+    expected = case.expected(operands)
+    picture = None
+    errors = []
+    for name, want in expected.items():
+        if name not in results:
+            return check(Status.BROKEN, f"it returned no {name}")
+        got = results[name]
+        tolerance = _tolerance(case, name, got, want, operands)
+        bound = tolerance * _size(want)
+        picture = error_map(name, got, want, bound)
+        try:
+            assert_close(got, want, tol=tolerance, name=name)
+        except AssertionError as error:
+            text = str(error).splitlines()
+            guess = _guess(case, operands, results)
+            parts = [f"{name} matches this instead: {guess}"] if guess else []
+            return check(Status.BROKEN, "\n".join([*parts, *text]), picture)
+        distance = (_finite(got.double()) - _finite(want)).abs()
+        largest = float(distance.max()) if distance.numel() else 0.0
+        errors.append(f"{name}: error {largest:.2g}, allowed {bound:.2g}")
+    return check(Status.HELD, "; ".join(errors), picture)
+
+
+def _tolerance(
+    case: Case, name: str, got: torch.Tensor, want: torch.Tensor, operands: Tensors
+) -> float:
+    """That of the result's type, or twice the error of the case's plain computation."""
+    tolerance = default_tolerance(got.dtype)
+    if case.plain is None:
+        return tolerance
+    plain = case.plain(operands)[name].double()
+    error = float((_finite(plain) - _finite(want)).abs().max())
+    return max(tolerance, _PLAIN_FACTOR * error / _size(want))
+
+
+def _size(want: torch.Tensor) -> float:
+    """What a tolerance is relative to: the largest finite magnitude, or 1."""
+    return max(float(_finite(want).abs().max()) if want.numel() else 0.0, 1.0)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(values), values, 0.0)
+
+
+def _guess(case: Case, operands: Tensors, results: Mapping[str, torch.Tensor]) -> str | None:
+    """What the results are instead, if one of the case's guesses fits them."""
+    for what, reference in case.guesses.items():
+        try:
+            for name, want in reference(operands).items():
+                tolerance = default_tolerance(results[name].dtype)
+                assert_close(results[name], want, tol=tolerance, name=name)
+        except (AssertionError, KeyError, IndexError, ValueError, RuntimeError):
+            continue
+        return what
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _detect(
+    case: Case, subject: Subject, given: Tensors, is_graph: bool, engine: str | None
+) -> Iterator[tuple[str, Verdict]]:
+    """Each detector's name and verdict; an exception of the subject is a broken verdict."""
+    wrong = None if is_graph or case.wrong is None else case.wrong(given)
+    runs: dict[str, Run] = {
+        "untouched_on_refusal": lambda: detectors.untouched_on_refusal(subject, given, wrong),
+        "no_allocation": lambda: detectors.no_allocation(subject, given),
+        "no_synchronization": lambda: detectors.no_synchronization(subject, given),
+        "wide_strides": lambda: detectors.wide_strides(subject, given),
+        "storage_bound": lambda: detectors.storage_bound(subject, given),
+        "nothing_outside_read": lambda: detectors.nothing_outside_read(subject, given),
+        "alias_refusal": lambda: detectors.alias_refusal(subject, given),
+        "optional_operands": lambda: detectors.optional_operands(subject, given),
+        "stream_order": lambda: detectors.stream_order(subject, given),
+        "replay_freshness": lambda: detectors.replay_freshness(subject, given, case.expected),
+        "frame_independence": lambda: _frames(subject, given),
+        "every_element_written": lambda: detectors.every_element_written(subject, given),
+        "guards_unchanged": lambda: detectors.guards_unchanged(subject, given),
+        "torn_artifacts_are_misses": lambda: ARTIFACTS.declined("it stores no artifacts here"),
+        "no_silent_fallback": lambda: detectors.no_silent_fallback(subject, given, engine),
+        "determinism": lambda: detectors.determinism(subject, given),
+    }
+    for name, run in runs.items():
+        try:
+            verdict = run()
+        except NotSupportedError as error:
+            verdict = Verdict(_RULES[name], name, Outcome.DECLINED, str(error))
+        except Exception as error:
+            text = f"it raised {type(error).__name__}: {_first_line(error)}"
+            verdict = Verdict(_RULES[name], name, Outcome.BROKEN, text)
+        yield verdict.detector, verdict
+
+
+def _frames(subject: Subject, given: Tensors) -> Verdict:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return FRAMES.declined("Triton's interpreter itself is not safe in two threads")
+    return detectors.frame_independence(subject, given)
+
+
+_RULES: dict[str, Any] = {
+    "untouched_on_refusal": "L1",
+    "no_allocation": "L2",
+    "no_synchronization": "L3",
+    "wide_strides": "L4",
+    "storage_bound": "L5",
+    "nothing_outside_read": "L5",
+    "alias_refusal": "L6",
+    "optional_operands": "L7",
+    "stream_order": "L8",
+    "replay_freshness": "L9",
+    "frame_independence": "L10",
+    "every_element_written": "L11",
+    "guards_unchanged": "L11",
+    "torn_artifacts_are_misses": "L12",
+    "no_silent_fallback": "L13",
+    "determinism": "same",
+}
+RULES = (*(f"L{number}" for number in range(1, 14)), "same")
