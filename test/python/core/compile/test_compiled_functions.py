@@ -1,0 +1,326 @@
+"""The functions under torch.compile: one graph, and the values and gradients of eager calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_function, nop
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilewright import nn, ops
+from tilewright.errors import BindingError, NotSupportedError
+
+pytestmark = pytest.mark.L0
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def qkv(generator: torch.Generator, rows: int = 5, keys: int = 7) -> list[torch.Tensor]:
+    return [draw(generator, 2, *shape, 8) for shape in ((4, rows), (2, keys), (2, keys))]
+
+
+def packed(generator: torch.Generator) -> list[torch.Tensor]:
+    operands = [draw(generator, 5, 4, 8), draw(generator, 7, 2, 8), draw(generator, 7, 2, 8)]
+    return [*operands, torch.tensor([0, 2, 5]), torch.tensor([0, 4, 7])]
+
+
+def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+# name -> (function, its operands; those of a floating type get gradients).
+CASES: dict[str, tuple[Callable[..., Any], Callable[[torch.Generator], list[torch.Tensor]]]] = {
+    "sdpa": (lambda q, k, v: ops.sdpa(q, k, v, causal=True, align="bottom_right"), qkv),
+    "sdpa_stats": (
+        lambda q, k, v: ops.sdpa(q, k, v, window=(2, None), soft_cap=3.0, return_stats=True),
+        qkv,
+    ),
+    "sdpa_bias_sink_gate": (
+        lambda q, k, v, b, s, g: ops.sdpa(q, k, v, bias=b, sink=s, gate=g, alibi=True),
+        lambda g: [*qkv(g), draw(g, 4, 5, 7), draw(g, 4), draw(g, 2, 4, 5, 8)],
+    ),
+    "sdpa_mask": (
+        lambda q, k, v, m: ops.sdpa(q, k, v, mask=m, scale=0.3),
+        lambda g: [*qkv(g), torch.ones(5, 7, dtype=torch.bool).tril(2)],
+    ),
+    "sdpa_lengths": (
+        lambda q, k, v, n: ops.sdpa(q, k, v, seqlens_kv=n),
+        lambda g: [*qkv(g), torch.tensor([3, 7])],
+    ),
+    "sdpa_dropout": (
+        lambda q, k, v, s: ops.sdpa(q, k, v, dropout_p=0.25, seed=s, offset=3),
+        lambda g: [*qkv(g), torch.tensor([11])],
+    ),
+    "sdpa_varlen": (
+        lambda q, k, v, a, b: ops.sdpa_varlen(
+            q, k, v, a, b, 3, 4, causal=True, return_stats=True, stats_layout="token_major"
+        ),
+        packed,
+    ),
+    "rms_norm": (
+        lambda x, w, b: ops.rms_norm(x, w, b, offset=1.0),
+        lambda g: [draw(g, 2, 3, 8), draw(g, 8), draw(g, 8)],
+    ),
+    "layer_norm": (
+        lambda x, w, b, r: ops.layer_norm(x, w, b, residual=r),
+        lambda g: [draw(g, 2, 3, 8), draw(g, 8), draw(g, 8), draw(g, 2, 3, 8)],
+    ),
+    "rope": (
+        lambda x, n: ops.rope(x, torch.cos(n.double()), torch.sin(n.double()), rotary_dim=6),
+        lambda g: [draw(g, 2, 4, 5, 8), torch.arange(15).view(5, 3)],
+    ),
+    "linear": (
+        lambda x, w, b: ops.linear(x, w, b, activation="gelu"),
+        lambda g: [draw(g, 2, 3, 8), draw(g, 6, 8), draw(g, 6)],
+    ),
+    "linear_glu": (
+        lambda x, w: ops.linear(x, w, glu="halves"),
+        lambda g: [draw(g, 2, 3, 8), draw(g, 6, 8)],
+    ),
+}
+
+
+def gradients(function: Callable[..., Any], operands: list[torch.Tensor]) -> list[Any]:
+    """Results, then the gradient of a loss that weighs each element of each differently."""
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
+    results = as_tuple(function(*leaves))
+    weights = [torch.arange(1, r.numel() + 1, dtype=r.dtype).view(r.shape) for r in results]
+    torch.autograd.backward(results, weights)
+    return [*(r.detach() for r in results), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [("sdpa", None), ("layer_norm", None), ("linear_glu", None), *((name, True) for name in CASES)],
+)
+def test_compiled_equals_eager(name: str, dynamic: bool | None) -> None:
+    function, make = CASES[name]
+    operands = make(torch.Generator().manual_seed(1))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    expected, found = gradients(function, operands), gradients(compiled, operands)
+    for left, right in zip(expected, found, strict=True):
+        assert (left is None) == (right is None)
+        assert left is None or torch.equal(left, right)
+    with torch.no_grad():
+        pairs = zip(as_tuple(function(*operands)), as_tuple(compiled(*operands)), strict=True)
+        assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def counting_backend() -> tuple[Any, list[torch.fx.GraphModule]]:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    return backend, graphs
+
+
+def test_a_trace_holds_one_operator_a_call() -> None:
+    backend, graphs = counting_backend()
+    q, k, v = qkv(torch.Generator().manual_seed(2))
+    torch.compile(lambda: ops.sdpa(q, k, v), fullgraph=True, backend=backend)()
+    calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert torch.ops.tilewright.sdpa.default in calls
+
+
+def test_dynamic_shapes_take_one_graph() -> None:
+    backend, graphs = counting_backend()
+    compiled = torch.compile(
+        lambda q, k, v: ops.sdpa(q, k, v, causal=True),
+        fullgraph=True,
+        backend=backend,
+        dynamic=True,
+    )
+    generator = torch.Generator().manual_seed(3)
+    for rows, keys in ((5, 7), (6, 9), (11, 4)):
+        q, k, v = qkv(generator, rows, keys)
+        assert torch.equal(compiled(q, k, v), ops.sdpa(q, k, v, causal=True))
+    assert len(graphs) == 1
+
+
+def test_paged_attention() -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, pages = draw(generator, 2, 4, 1, 8), draw(generator, 6, 4, 2, 8)
+    table, used = torch.tensor([[3, 1], [0, 5]]), torch.tensor([6, 8])
+
+    def call(q: Any, pages: Any, table: Any, used: Any) -> Any:
+        return ops.sdpa_paged(q, pages, pages * 2, table, used, causal=True, return_stats=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for left, right in zip(
+        call(q, pages, table, used), compiled(q, pages, table, used), strict=True
+    ):
+        assert torch.equal(left, right)
+
+
+def test_output_buffers_and_in_place_rotation() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = qkv(generator)
+    x, w = draw(generator, 3, 8), draw(generator, 6, 8)
+    table = draw(generator, 5, 4)
+
+    def call(o: Any, y: Any, z: Any, r: Any) -> None:
+        ops.sdpa(q, k, v, out=o)
+        ops.rms_norm(x, out=y)
+        ops.linear(x, w, out=z)
+        ops.rope(r, table, table, inplace=True)
+
+    buffers = [[torch.zeros(2, 4, 5, 8), torch.zeros(3, 8), torch.zeros(3, 6)] for _ in range(2)]
+    turned = [q.clone(), q.clone()]
+    call(*buffers[0], turned[0])
+    torch.compile(call, fullgraph=True, backend="aot_eager")(*buffers[1], turned[1])
+    for left, right in zip([*buffers[0], turned[0]], [*buffers[1], turned[1]], strict=True):
+        assert torch.equal(left, right) and left.count_nonzero()
+
+
+def test_dropout_draws_a_new_seed_at_each_compiled_call() -> None:
+    q, k, v = qkv(torch.Generator().manual_seed(6))
+    call = lambda: ops.sdpa(q, k, v, dropout_p=0.5)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(7)
+    first, second = compiled(), compiled()
+    assert not torch.equal(first, second)
+    torch.manual_seed(7)
+    assert torch.equal(call(), first)
+
+
+class Layer(torch.nn.Module):
+    """Norms, projections, rotation and attention of one transformer layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.RMSNorm(width), nn.LayerNorm(width)
+        self.qkv = torch.nn.Parameter(torch.empty(3 * width, width))
+        self.up = torch.nn.Parameter(torch.empty(4 * width, width))
+        self.down = torch.nn.Parameter(torch.empty(width, 2 * width))
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        joined = ops.linear(self.before(x), self.qkv)
+        parts = joined.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = (ops.rope(part, angles.cos(), angles.sin()) for part in parts[:2])
+        o = ops.sdpa(q, k, parts[2], causal=True)
+        x = x + o.transpose(1, 2).reshape(batch, length, width)
+        return x + ops.linear(ops.linear(self.after(x), self.up, glu="halves"), self.down)
+
+
+def test_a_module_compiles_whole() -> None:
+    generator = torch.Generator().manual_seed(8)
+    eager, compiled = Layer(16, 2), Layer(16, 2)
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.copy_(draw(generator, *parameter.shape) * 0.3)
+    compiled.load_state_dict(eager.state_dict())
+    call = torch.compile(compiled, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (6, 9):
+        x, angles = draw(generator, 2, length, 16), draw(generator, length, 4)
+        left, right = eager(x, angles), call(x, angles)
+        assert torch.equal(left, right)
+        left.square().sum().backward()
+        right.square().sum().backward()
+    for name, parameter in eager.named_parameters():
+        other = compiled.get_parameter(name)
+        assert parameter.grad is not None and other.grad is not None
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-6, atol=1e-6)
+
+
+_double = torch.library.custom_op(
+    "tilewright_test::double_attention",
+    lambda q, k, v: ops.sdpa(q, k, v) * 2,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v) -> Tensor",
+)
+_double.register_fake(lambda q, k, v: torch.empty_like(q))
+_seen: list[tuple[bool, type]] = []
+
+
+def _double_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    """Not a gradient: a backward that calls a function of ours is what matters here."""
+    _seen.append((torch.compiler.is_compiling(), type(grad)))
+    q, k, _ = ctx.saved_tensors
+    return ops.sdpa(q, k, ops.rms_norm(grad)), None, None
+
+
+_double.register_autograd(
+    _double_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@pytest.mark.parametrize("way", ["compile", "aot_alone"])
+def test_the_trace_of_a_backward_reaches_no_address(way: str) -> None:
+    # F1: AOT Autograd traces a custom operator's backward after the compiler, or without one.
+    generator = torch.Generator().manual_seed(9)
+    q, k, v = (draw(generator, 2, 2, 4, 8) for _ in range(3))
+    left, right = q.clone().requires_grad_(), q.clone().requires_grad_()
+
+    call = torch.ops.tilewright_test.double_attention
+
+    if way == "compile":
+        traced = torch.compile(
+            lambda *operands: call(*operands), fullgraph=True, backend="aot_eager"
+        )
+    else:
+        traced = aot_function(lambda *operands: call(*operands), fw_compiler=nop)
+    _seen.clear()
+    result = traced(right, k, v)
+    assert _seen and all(kind is not torch.Tensor for _, kind in _seen)
+    if way == "aot_alone":
+        assert not any(compiling for compiling, _ in _seen)
+    result.square().sum().backward()
+    call(left, k, v).square().sum().backward()
+    assert left.grad is not None and right.grad is not None
+    assert torch.equal(left.grad, right.grad)
+
+
+def test_traces_without_the_compiler() -> None:
+    generator = torch.Generator().manual_seed(10)
+    q, k, v = qkv(generator)
+    traced = make_fx(lambda q, k, v: ops.sdpa(q, k, v, causal=True))(q, k, v)
+    assert any(node.target is torch.ops.tilewright.sdpa.default for node in traced.graph.nodes)
+    q, k, v = qkv(generator)
+    assert torch.equal(traced(q, k, v), ops.sdpa(q, k, v, causal=True))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (q, k, v)]
+        o, stats = ops.sdpa(*fakes, return_stats=True)
+    real, real_stats = ops.sdpa(q, k, v, return_stats=True)
+    for fake, made in ((o, real), (stats, real_stats)):
+        assert type(fake) is not torch.Tensor
+        assert (fake.shape, fake.stride(), fake.dtype) == (made.shape, made.stride(), made.dtype)
+
+
+def test_refusals_of_operators() -> None:
+    q, k, v = qkv(torch.Generator().manual_seed(11))
+    with FakeTensorMode() as mode, pytest.raises(NotSupportedError, match="stream"):
+        ops.sdpa(*(mode.from_tensor(t) for t in (q, k, v)), stream=7)
+    with pytest.raises(BindingError, match="want_statistics"):
+        torch.ops.tilewright.rms_norm(q.requires_grad_(), None, None, 1e-6, 0.0, False, None)
+
+
+def test_eager_calls_go_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an eager call went through its operator")
+
+    from tilewright.ops import attention, normalization, products, rotary
+
+    monkeypatch.setattr(attention, "attend_by_operator", refuse)
+    monkeypatch.setattr(normalization, "_OPERATORS", {})
+    monkeypatch.setattr(products, "_linear", refuse)
+    monkeypatch.setattr(rotary, "_rope", refuse)
+    generator = torch.Generator().manual_seed(12)
+    for name, (function, make) in CASES.items():
+        assert gradients(function, make(generator)), name
