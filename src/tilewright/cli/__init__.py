@@ -1,1 +1,1 @@
-"""The command line: ``tilewright run / plans / explain / doctor / bench``. See docs/cli.md."""
+"""The command line: run, plans, explain, doctor, bench, verify, red. See docs/cli.md."""
