@@ -21,7 +21,10 @@ _EXPORTS = {
         ("Intermediates", "backward_intermediates", "forward_intermediates"),
         "tilewright.testing.fp8_flip",
     ),
-    "explain_glu_failure": "tilewright.testing.compare_glu",
+    **dict.fromkeys(
+        ("GluFailure", "explain_glu_failure", "glu_report"),
+        "tilewright.testing.compare_glu",
+    ),
     "error_picture": "tilewright.testing.report",
     **dict.fromkeys(("DataCase", "from_repro"), "tilewright.testing.data"),
 }
