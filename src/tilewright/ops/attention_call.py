@@ -12,7 +12,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor, strides_in_order_of
-from tilewright.ops.plan_cache import Operands, operand_key, run
+from tilewright.ops.plan_cache import Operands, operands_key, run
 
 # Packed operands (T, H, D) and the prefix sums that say where each sequence starts.
 _PACKED = {"q": "cu_q", "o": "cu_q", "do": "cu_q", "dq": "cu_q", "stats": "cu_q"}
@@ -89,7 +89,7 @@ def attention_forward(
         if stats is not None:
             _set_output(made[1], "stats", stats, call, declared)
 
-    key = (call.options, *_keys(call.operands), *_keys(outputs))
+    key = (call.options, operands_key(call.operands), operands_key(outputs))
     run(
         "sdpa",
         key,
@@ -141,7 +141,7 @@ def attention_backward(
         for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
             _set_output(tensor, name, outputs[name], call, declared)
 
-    key = (call.options, *_keys(inputs), *_keys(outputs))
+    key = (call.options, operands_key(inputs), operands_key(outputs))
     run(
         "sdpa_backward",
         key,
@@ -400,7 +400,3 @@ def _soft_cap(cap: float) -> Any:
         return graph.mul(graph.tanh(small), graph.tensor_scalar(float(cap)))
 
     return score_mod
-
-
-def _keys(operands: Operands) -> tuple[Any, ...]:
-    return tuple((name, operand_key(tensor)) for name, tensor in operands.items())

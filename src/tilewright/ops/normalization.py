@@ -26,7 +26,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, in_layout_of, is_traced, nothing, register
-from tilewright.ops.plan_cache import operand_key, run
+from tilewright.ops.plan_cache import operands_key, run
 
 
 def rms_norm(
@@ -177,7 +177,7 @@ def _forward(
         )
         _bind_outputs(dict(zip(("y", *kind.statistics), made, strict=True)), outputs)
 
-    key = (kind, want_statistics, *_keys(inputs), *_keys(outputs))
+    key = (kind, want_statistics, operands_key(inputs), operands_key(outputs))
     run(kind.function, key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
     if x.dim() > MAX_RANK:
         # The rows may be a copy.
@@ -220,7 +220,7 @@ def _backward(
 
     run(
         f"{kind.function}_backward",
-        (kind, *_keys(inputs), *_keys(outputs)),
+        (kind, operands_key(inputs), operands_key(outputs)),
         declare,
         inputs,
         outputs,
@@ -375,10 +375,6 @@ def _bind_outputs(made: dict[str, Any], outputs: dict[str, torch.Tensor]) -> Non
         tensor.set_output(True).set_name(name).set_data_type(buffer.dtype)
         if not vector:
             tensor.set_dim(buffer.shape).set_stride(buffer.stride())
-
-
-def _keys(operands: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-    return tuple((name, operand_key(tensor)) for name, tensor in operands.items())
 
 
 _OPERATORS = {operation: _register(operation) for operation in _FUNCTIONS}

@@ -27,11 +27,10 @@ _lock = threading.Lock()
 _plans: collections.OrderedDict[Hashable, tuple[Graph, BuiltPlan]] = collections.OrderedDict()
 
 
-def operand_key(tensor: torch.Tensor | None) -> Hashable:
-    """What a plan depends on of one operand; None for an absent one."""
-    if tensor is None:
-        return None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+def operands_key(operands: Operands) -> Hashable:
+    """What a plan depends on of operands by name."""
+    # From a list: a generator takes twice the time, and this is done at each call.
+    return tuple([(name, t.shape, t.stride(), t.dtype, t.device) for name, t in operands.items()])
 
 
 def clear_plan_cache() -> None:

@@ -26,7 +26,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
-from tilewright.ops.plan_cache import Operands, operand_key, run
+from tilewright.ops.plan_cache import Operands, operands_key, run
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -167,7 +167,7 @@ def _backward(
             total = graph.reduction(dproduct, reduction_mode.ADD).set_dim((1, columns))
             _finish(total, "dbias", outputs["dbias"])
 
-    key = (epilogue, *_keys(inputs), *_keys(outputs))
+    key = (epilogue, operands_key(inputs), operands_key(outputs))
     run(
         "linear_backward",
         key,
@@ -211,7 +211,7 @@ def _forward(
             _finish(product, "product", outputs["product"])
         _finish(_declare_epilogue(graph, product, epilogue, (rows, columns)), "y", y)
 
-    key = (epilogue, *_keys(inputs), *_keys(outputs))
+    key = (epilogue, operands_key(inputs), operands_key(outputs))
     run("linear", key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
     return y, outputs.get("product")
 
@@ -288,10 +288,6 @@ def _declare_all(graph: DeclaredGraph, inputs: Operands) -> dict[str, Tensor]:
 def _finish(made: Tensor, name: str, buffer: torch.Tensor) -> None:
     made.set_output(True).set_name(name).set_data_type(buffer.dtype)
     made.set_dim(buffer.shape).set_stride(buffer.stride())
-
-
-def _keys(operands: Operands) -> tuple[Any, ...]:
-    return tuple((name, operand_key(tensor)) for name, tensor in operands.items())
 
 
 def _compute(

@@ -20,7 +20,7 @@ from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import require_device, require_float, require_shape, require_tensor
 from tilewright.ops.custom import forbid_stream, is_traced, register
-from tilewright.ops.plan_cache import operand_key, run
+from tilewright.ops.plan_cache import operands_key, run
 
 
 class _Layout(NamedTuple):
@@ -142,7 +142,7 @@ def _rotate(
             True
         ).set_name("y").set_data_type(x.dtype).set_dim(y.shape).set_stride(y.stride())
 
-    key = (layout, *(operand_key(tensor) for tensor in inputs.values()), operand_key(y))
+    key = (layout, operands_key(inputs), operands_key({"y": y}))
     operation = "rope_backward" if layout.is_backward else "rope"
     run(operation, key, declare, inputs, {"y": y}, device=x.device, engine=engine, stream=stream)
     return y
