@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from tilewright._version import __version__
-from tilewright.cli import bench, doctor, explain, plans, red, run, verify
+from tilewright.cli import bench, cache, compile, doctor, explain, plans, red, run, verify
 from tilewright.cli.exits import CommandError, ExitCode, exit_code_of
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (run, plans, explain, doctor, bench, verify, red):
+    for module in (run, plans, explain, compile, cache, doctor, bench, verify, red):
         module.add_parser(subparsers)
     return parser
 

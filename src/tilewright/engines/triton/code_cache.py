@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import threading
 from typing import Any
 
 from tilewright.artifact.code import KernelCode
+from tilewright.artifact.counting import count, count_miss
+from tilewright.artifact.environment import environment
+from tilewright.artifact.forbidding import require_compiler
+from tilewright.artifact.key import KernelKey
+from tilewright.artifact.location import current_store
 from tilewright.engines.triton.compiler import KernelSpec, compile_kernel
 
 _lock = threading.Lock()
@@ -14,22 +20,106 @@ _memory: dict[str, KernelCode] = {}
 
 
 def kernel_code(spec: KernelSpec, compute_capability: tuple[int, int]) -> tuple[str, KernelCode]:
-    """(digest, code) of a kernel for a target."""
-    digest = _digest(spec, compute_capability)
+    """(digest, code) of a kernel for a target.
+
+    Raises:
+        LaunchError: if it has to be compiled and the compiler is forbidden.
+        NotSupportedError: if the compiler cannot serve it.
+    """
+    key = key_of(spec, compute_capability)
+    digest = key.digest()
     with _lock:
-        if digest not in _memory:
-            _memory[digest] = compile_kernel(spec, compute_capability)
-        return digest, _memory[digest]
+        code = _memory.get(digest)
+        if code is not None:
+            count("memory_hits")
+        else:
+            code = _memory[digest] = _stored_or_compiled(spec, key)
+        return digest, code
 
 
-def _digest(spec: KernelSpec, compute_capability: tuple[int, int]) -> str:
-    facts: list[Any] = [
-        spec.function.cache_key,
-        spec.types,
-        spec.constants,
-        sorted(spec.aligned),
-        spec.warps,
-        spec.stages,
-        compute_capability,
-    ]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+def key_of(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelKey:
+    """The key of a kernel for a target. Needs no GPU, and works under the interpreter."""
+    return KernelKey(
+        kernel=spec.name,
+        source=source_digest(spec.function),
+        types=spec.types,
+        constants=tuple((name, _plain(value)) for name, value in spec.constants),
+        aligned=spec.aligned,
+        warps=spec.warps,
+        stages=spec.stages,
+        target=compute_capability,
+        environment=_environment(),
+    )
+
+
+def source_digest(function: Any) -> str:
+    """What a kernel's source is, with every helper that it calls.
+
+    A compiled function knows that of itself, with the constants of its module that it reads. An
+    interpreted one does not: there it is the kernel's own text, and nothing is ever stored.
+    """
+    digest = getattr(function, "cache_key", None)
+    if digest is not None:
+        return str(digest)
+    text = inspect.getsource(function.fn)
+    return "text " + hashlib.sha256(text.encode()).hexdigest()
+
+
+def forget() -> None:
+    """Empty this process's memory of code; loaded kernels stay loaded, the store stays as it is."""
+    with _lock:
+        _memory.clear()
+
+
+def _stored_or_compiled(spec: KernelSpec, key: KernelKey) -> KernelCode:
+    store = current_store()
+    if store is None:
+        reason = "disabled"
+        count_miss(reason)
+    else:
+        code, reason = store.load(key)
+        if code is not None:
+            return code
+    require_compiler(key.kernel, key.target, reason)
+    code = compile_kernel(spec, key.target)
+    count("compiles")
+    if store is not None:
+        store.save(key, code, _manifest(key))
+    return code
+
+
+def _plain(value: Any) -> Any:
+    """A constant in a key's terms; what has no exact text form is left, and the key refuses it."""
+    import triton.language as tl
+
+    if isinstance(value, tl.constexpr):
+        return _plain(value.value)
+    if isinstance(value, tl.dtype):
+        return ("triton dtype", str(value))
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if hasattr(value, "cache_key") or hasattr(value, "fn"):
+        return ("triton function", source_digest(value))
+    return value
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    import triton
+    from triton._C import libtriton
+
+    settings = libtriton.get_cache_invalidating_env_vars()
+    return environment("triton", str(triton.__version__), settings)
+
+
+def _manifest(key: KernelKey) -> dict[str, str]:
+    """What made the code, for people: the key's environment, and the tools as Triton names them."""
+    from triton.backends import backends
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    major, minor = key.target
+    return {
+        **dict(key.environment),
+        "target": f"sm_{major}{minor}",
+        "ptxas": str(get_ptxas(major * 10 + minor).version),
+        "backends": " ".join(sorted(backends)),
+    }

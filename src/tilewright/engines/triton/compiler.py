@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.artifact.code import KernelCode
-from tilewright.errors import LaunchError, NotSupportedError
+from tilewright.artifact.forbidding import require_compiler
+from tilewright.errors import NotSupportedError
 
 # Targets that every kernel is compiled for in the tests.
 TARGETS: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0), (12, 0))
 WARP_THREADS = 32
 POINTER_ALIGNMENT_BYTES = 16
-
-_is_forbidden: ContextVar[bool] = ContextVar("compiler_forbidden", default=False)
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,6 @@ class KernelSpec:
         return str(self.function.__name__)
 
 
-@contextlib.contextmanager
-def compiler_forbidden() -> Iterator[None]:
-    """Inside, any compilation raises: shows that code came from the store."""
-    token = _is_forbidden.set(True)
-    try:
-        yield
-    finally:
-        _is_forbidden.reset(token)
-
-
 def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelCode:
     """Compile ``spec`` for ``compute_capability``.
 
@@ -59,11 +44,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
         LaunchError: if the compiler is forbidden here.
         NotSupportedError: if Triton is absent or does not know the target.
     """
-    if _is_forbidden.get() or os.environ.get("TILEWRIGHT_FORBID_COMPILER") == "1":
-        raise LaunchError(
-            f"kernel {spec.name!r} for sm_{compute_capability[0]}{compute_capability[1]} is not "
-            "in the store, and the compiler is forbidden"
-        )
+    require_compiler(spec.name, compute_capability)
     try:
         import triton
         from triton.backends.compiler import GPUTarget

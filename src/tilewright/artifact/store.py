@@ -1,0 +1,207 @@
+"""The store: a folder of entries, one file a kernel, shared by processes without a lock.
+
+A writer makes a file under a hidden name and renames it, so a reader sees a whole entry or none.
+A reader trusts nothing: whatever is wrong with a file makes it a miss. Nothing here raises for
+what a disk does; a store that cannot be read or written is one that has nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.artifact.code import KernelCode
+from tilewright.artifact.counting import count, count_miss, count_write_failure
+from tilewright.artifact.entry import MAX_BYTES, BadEntryError, Entry, decode, encode
+from tilewright.artifact.key import KernelKey, digest_of
+
+_SUFFIX = ".twk"
+_ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.twk")
+_DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{16}\.tmp")
+# A draft this old has lost its writer.
+_DRAFT_LIFE_S = 3600.0
+# Room is made for more than one entry at a time.
+_FILL_AFTER_REMOVAL = 0.9
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the store: ``used_ns`` is when it was last written or loaded."""
+
+    path: Path
+    size_bytes: int
+    used_ns: int
+    is_draft: bool
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of at most ``max_bytes``. The folder is made at the first write."""
+
+    folder: Path
+    max_bytes: int
+
+    def path_of(self, key: KernelKey) -> Path:
+        """Where the entry of ``key`` is, if there is one."""
+        return self.folder / (key.digest() + _SUFFIX)
+
+    def load(self, key: KernelKey) -> tuple[KernelCode | None, str]:
+        """(code, "") or (None, the reason of the miss). Counts which."""
+        path = self.path_of(key)
+        try:
+            entry = read_entry(path)
+            if entry.facts != key.facts():
+                raise BadEntryError("other key")
+        except BadEntryError as bad:
+            count_miss(bad.reason)
+            return None, bad.reason
+        # The time of last use, by which room is made. A read-only store does without.
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        count("disk_hits")
+        return entry.code, ""
+
+    def save(self, key: KernelKey, code: KernelCode, manifest: Mapping[str, str]) -> str:
+        """Store code; "" or the reason why it is not stored. Counts which."""
+        data = encode(Entry(key.facts(), manifest, code))
+        if len(data) > min(self.max_bytes, MAX_BYTES):
+            reason = "larger than the store"
+        else:
+            reason = self._write(self.path_of(key), data)
+        if reason:
+            count_write_failure(reason)
+        else:
+            count("writes")
+            self._make_room(self.path_of(key))
+        return reason
+
+    def files(self) -> list[StoredFile]:
+        """Entries and drafts, least recently used first; other files are not ours."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self.folder) as scan:
+            for item in scan:
+                is_draft = _DRAFT_NAME.fullmatch(item.name) is not None
+                if not is_draft and _ENTRY_NAME.fullmatch(item.name) is None:
+                    continue
+                with contextlib.suppress(OSError):
+                    facts = item.stat(follow_symlinks=False)
+                    path = self.folder / item.name
+                    found.append(StoredFile(path, facts.st_size, facts.st_mtime_ns, is_draft))
+        return sorted(found, key=lambda file: (file.used_ns, file.path.name))
+
+    def entries(self) -> Iterator[tuple[StoredFile, Entry | None, str]]:
+        """Each entry file with what it holds, or None and what is wrong with it."""
+        for file in self.files():
+            if file.is_draft:
+                continue
+            try:
+                entry = read_entry(file.path)
+                if digest_of(entry.facts) + _SUFFIX != file.path.name:
+                    raise BadEntryError("other key")
+            except BadEntryError as bad:
+                if bad.reason != "absent":
+                    yield file, None, bad.reason
+            else:
+                yield file, entry, ""
+
+    def remove(self, files: list[StoredFile]) -> int:
+        """Remove files; how many went. Another process may have been quicker."""
+        gone = 0
+        for file in files:
+            with contextlib.suppress(OSError):
+                file.path.unlink()
+                gone += 1
+        return gone
+
+    def _write(self, path: Path, data: bytes) -> str:
+        draft = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+        is_made = False
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            descriptor = os.open(draft, flags, 0o644)
+            is_made = True
+            try:
+                _write_all(descriptor, data)
+            finally:
+                os.close(descriptor)
+            # No fsync: after a power loss the checksum tells a file that never reached the disk.
+            os.replace(draft, path)
+        except OSError as error:
+            if is_made:
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+            return _name_of(error)
+        return ""
+
+    def _make_room(self, kept: Path) -> None:
+        """Remove abandoned drafts, then the least recently used entries if there are too many."""
+        files = self.files()
+        oldest_ns = time.time_ns() - int(_DRAFT_LIFE_S * 1e9)
+        self.remove([file for file in files if file.is_draft and file.used_ns < oldest_ns])
+        entries = [file for file in files if not file.is_draft]
+        total = sum(file.size_bytes for file in entries)
+        if total <= self.max_bytes:
+            return
+        going = []
+        for file in entries:
+            if total <= self.max_bytes * _FILL_AFTER_REMOVAL:
+                break
+            if file.path != kept:
+                going.append(file)
+                total -= file.size_bytes
+        count("removals", self.remove(going))
+
+
+def read_entry(path: Path) -> Entry:
+    """The entry in a file.
+
+    Raises:
+        BadEntryError: for whatever keeps the file from being one.
+    """
+    # Not blocking: a pipe under our name must not stop us.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags)
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
+                raise BadEntryError("foreign")
+            data = _read_all(descriptor, facts.st_size)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise BadEntryError("absent") from None
+    except OSError as error:
+        raise BadEntryError("unreadable") from error
+    return decode(data)
+
+
+def _read_all(descriptor: int, size: int) -> bytes:
+    pieces = []
+    while size > 0:
+        piece = os.read(descriptor, size)
+        if not piece:
+            break
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _name_of(error: OSError) -> str:
+    """The symbol of an error of the system: "ENOSPC"."""
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
