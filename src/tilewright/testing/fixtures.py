@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -15,6 +15,8 @@ from tilewright.testing.state import SEED, SETTINGS
 
 if TYPE_CHECKING:
     import torch
+
+    from tilewright.launch.handles import Handle
 
 
 @pytest.fixture
@@ -55,6 +57,36 @@ def declined(request: pytest.FixtureRequest) -> Callable[[object], NoReturn]:
         pytest.skip(f"declined: {reason}")
 
     return decline
+
+
+@pytest.fixture(scope="session")
+def session_handle() -> Iterator[Handle]:
+    """The session's one handle, with a stream of its own on a CUDA device. Take ``handle``."""
+    import torch
+
+    from tilewright.launch import handles
+
+    made = handles.create_handle()
+    new_stream: Any = torch.cuda.Stream
+    stream = new_stream(made.device) if made.device.type == "cuda" else None
+    handles.set_stream(made, stream)
+    yield made
+    handles.destroy_handle(made)
+
+
+@pytest.fixture
+def handle(session_handle: Handle) -> Iterator[Handle]:
+    """The session's handle; whatever the test binds it to, the next test finds the stream back.
+
+    That holds where a later fixture or the test fails or skips.
+    """
+    from tilewright.launch import handles
+
+    before = handles.get_stream(session_handle)
+    try:
+        yield session_handle
+    finally:
+        handles.set_stream(session_handle, before)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def reason_against(config: pytest.Config, environment: Mapping[str, str]) -> str
     option = config.option
     if environment.get(OPT_OUT, "") not in ("", "0"):
         return f"{OPT_OUT} is set"
-    if not config.pluginmanager.hasplugin("xdist"):
+    if not has_xdist(config):
         return "pytest-xdist is not loaded"
     if option.numprocesses is not None:
         return f"-n {option.numprocesses}"
@@ -65,6 +65,11 @@ def lift_restart_limit(config: pytest.Config) -> None:
         config.option.maxworkerrestart = UNLIMITED
 
 
+def has_xdist(config: pytest.Config) -> bool:
+    """True where xdist's options are, under whatever name it was loaded."""
+    return hasattr(config.option, "numprocesses") and hasattr(config.option, "tx")
+
+
 def is_worker(config: pytest.Config) -> bool:
     """True in a worker process of xdist."""
     return hasattr(config, "workerinput")
@@ -75,7 +80,7 @@ def is_controller(config: pytest.Config) -> bool:
     option = config.option
     return (
         not is_worker(config)
-        and config.pluginmanager.hasplugin("xdist")
+        and has_xdist(config)
         and option.dist != "no"
         and bool(option.tx)
         and not option.collectonly

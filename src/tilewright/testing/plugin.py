@@ -58,7 +58,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         isolation.inject(config)
     else:
         config.stash[WHY_DIRECT] = reason
-        if config.pluginmanager.hasplugin("xdist"):
+        if isolation.has_xdist(config):
             isolation.lift_restart_limit(config)
 
 
