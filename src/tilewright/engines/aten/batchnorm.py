@@ -192,13 +192,21 @@ def _running_updater(
         variance = squares * unbiased
         if plain:
             # Elementwise: the new values may take the buffers of the old ones.
-            torch.lerp(old_mean, mean, rate, out=outputs["next_running_mean"])
-            torch.lerp(old_var, variance, rate, out=outputs["next_running_var"])
+            _stepped(old_mean, mean, rate, outputs["next_running_mean"])
+            _stepped(old_var, variance, rate, outputs["next_running_var"])
             return
-        store(outputs, "next_running_mean", torch.lerp(old_mean, mean, rate))
-        store(outputs, "next_running_var", torch.lerp(old_var, variance, rate))
+        store(outputs, "next_running_mean", _stepped(old_mean, mean, rate))
+        store(outputs, "next_running_var", _stepped(old_var, variance, rate))
 
     return update
+
+
+def _stepped(old: Tensor, new: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
+    """(1 - rate) old + rate new."""
+    if rate < 0.5:
+        return torch.lerp(old, new, rate, out=out)
+    # From here on lerp counts back from ``new``, and of an infinite one makes NaN.
+    return torch.mul(old, 1.0 - rate, out=out).add_(new, alpha=rate)
 
 
 def _check(operation: Any, source: TensorRecord, result: TensorRecord) -> None:

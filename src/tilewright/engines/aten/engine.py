@@ -142,7 +142,8 @@ class AtenExecutable:
 
 def _carve(entry: _Virtual, workspace: torch.Tensor | None) -> torch.Tensor:
     if workspace is None:
-        return torch.empty(entry.dim, dtype=entry.dtype)
+        # No bytes are needed: every virtual tensor is empty.
+        return torch.empty((0,) if entry.is_flat else entry.dim, dtype=entry.dtype)
     start = entry.piece.offset_bytes
     flat = workspace[start : start + entry.piece.size_bytes].view(entry.dtype)
     return flat if entry.is_flat else flat.as_strided(entry.dim, entry.stride)

@@ -145,6 +145,23 @@ def test_no_channels_have_no_statistics(run_guarded):
     assert all(value.numel() == 0 for value in results.values())
 
 
+@pytest.mark.parametrize("momentum", [0.25, 0.75, 1.0])
+def test_an_infinite_mean_makes_the_running_one_infinite(momentum):
+    x = torch.tensor([[1.0, -torch.inf], [2.0, 3.0]])
+    channel = torch.ones(1, 2)
+    graph = tilewright.Graph(io_data_type=torch.float32)
+    tensors = [graph.tensor_like(part) for part in (x, channel, channel, channel, channel)]
+    made = graph.batchnorm(*tensors, EPSILON, momentum)
+    for output in made:
+        output.set_output(True)
+    graph.build()
+    results = [torch.empty(tuple(output.get_dim())) for output in made]
+    pack = dict(zip(tensors, [x, *[channel.clone() for _ in range(4)]], strict=True))
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8)
+    graph.execute(pack | dict(zip(made, results, strict=True)), workspace)
+    assert results[3].tolist() == [[1.0 + 0.5 * momentum, -torch.inf]]
+
+
 def test_running_statistics_may_be_updated_in_place():
     x = _draw((4, 6, 5), torch.float32) + 2
     graph, feeds, outputs = _training(x)

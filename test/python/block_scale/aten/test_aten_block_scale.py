@@ -215,3 +215,15 @@ def test_float32_scales_in_tiles_are_declined():
     )
     with pytest.raises(NotSupportedError, match="F8_128x4 takes 8-bit scales"):
         graph.build()
+
+
+def test_empty_packed_elements_inside_a_graph_need_no_workspace():
+    graph = tilewright.Graph(io_data_type=torch.float16, intermediate_data_type=torch.float32)
+    x = graph.tensor((0, 5, 17))
+    elements, scale = graph.block_scale_quantize(x, 16, 1, True)
+    elements.set_data_type(tilewright.data_type.FP4_E2M1)
+    scale.set_output(True).set_data_type(tilewright.data_type.FP8_E4M3)
+    graph.build()
+    assert graph.get_workspace_size() == 0
+    buffers = {x: torch.empty(0, 5, 17, dtype=torch.float16)}
+    graph.execute({**buffers, scale: torch.empty(0, 17, 1, dtype=torch.float8_e4m3fn)})
