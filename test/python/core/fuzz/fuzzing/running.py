@@ -18,6 +18,8 @@ from tilewright.cli.input_lengths import ragged_places, row_counts, row_mask
 from tilewright.cli.inputs import make_inputs, storage_elements
 from tilewright.errors import GraphError, NotSupportedError
 from tilewright.graph.enums import tensor_reordering
+from tilewright.graph.operation import Operation
+from tilewright.graph.shapes import self_overlaps
 from tilewright.graph.tensor import Tensor
 from tilewright.oracle import layout
 from tilewright.oracle.formats import to_float64
@@ -99,7 +101,32 @@ def draw_inputs(case: Case) -> dict[int, torch.Tensor]:
         places = torch.randint(flat.numel(), (3,), generator=generator)
         chosen = torch.randint(len(_SPECIAL), (3,), generator=generator)
         flat[places] = torch.tensor(_SPECIAL)[chosen].to(flat.dtype)
+    if case.seed % 2:
+        for operation in case.graph.operations:
+            _hide_nan(operation, buffers)
     return buffers
+
+
+_QUERY_PORTS = ("q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16")
+_KEY_PORTS = ("k", "k_T", "v")
+
+
+def _hide_nan(operation: Operation, buffers: Buffers) -> None:
+    """Fill the rows of dense attention operands past their sequences' ends with NaN."""
+    is_paged = "paged_attention_k_table" in operation.inputs
+    for lengths, ports in (("seq_len_q", _QUERY_PORTS), ("seq_len_kv", _KEY_PORTS)):
+        if lengths not in operation.inputs or (is_paged and lengths == "seq_len_kv"):
+            continue
+        rows = buffers[operation.inputs[lengths].uid].flatten().tolist()
+        for port in ports:
+            tensor = operation.inputs.get(port)
+            if tensor is None or tensor.uid not in buffers or tensor.ragged_offset is not None:
+                continue
+            if self_overlaps(tensor.dim, tensor.stride):
+                continue
+            values = buffers[tensor.uid].as_strided(tensor.dim, tensor.stride)
+            for sequence, count in zip(values, rows, strict=True):
+                sequence[:, count:] = float("nan")
 
 
 def element_places(case: Case, tensor: Tensor, buffers: Buffers) -> torch.Tensor:
