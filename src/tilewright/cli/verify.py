@@ -30,7 +30,9 @@ exit status:
   2  wrong usage
 """
 # Lines of evidence that the terminal shows of one finding; the report has all.
-_EVIDENCE_LINES = 4
+_EVIDENCE_LINES = 3
+# Findings of one kind that the terminal shows.
+_FINDINGS = 8
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,6 +54,13 @@ def add_parser(subparsers: Any) -> None:
     options.add_device(parser)
     parser.add_argument(
         "--level", choices=("L0", "L1"), default="L0", help="L0 the quick cases (default), L1 all"
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this case; may be given several times",
     )
     parser.add_argument(
         "--seed", type=options.natural, default=0, metavar="N", help="seed of the operands (0)"
@@ -110,12 +119,13 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
     from tilewright.launch.handles import default_device
     from tilewright.planning.table import ENGINE_TABLE
     from tilewright.testing.verify.results import Report
-    from tilewright.testing.verify.running import count_of, run_family
+    from tilewright.testing.verify.running import cases_of, run_family
     from tilewright.testing.verify.subjects import callable_maker, engine_maker, load_target
 
     handle = options.handle_of(arguments)
     device = default_device() if handle is None else handle.device
     keywords: dict[str, Any] = {"level": arguments.level, "seed": arguments.seed, "device": device}
+    keywords["names"] = arguments.case
     if arguments.target is not None:
         try:
             target = load_target(arguments.target)
@@ -130,9 +140,14 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
         subject = f"engine {arguments.engine}" if arguments.engine else "our best plan"
         make = engine_maker(arguments.engine, device)
         keywords |= {"is_graph": True, "engine": arguments.engine}
-    total = sum(count_of(family, arguments.level) for family in families)
+    names = arguments.case
+    counts = [len(cases_of(family, arguments.level, names)) for family in families]
+    known = {case.name for family in families for case in cases_of(family, arguments.level)}
+    for name in names:
+        if name not in known:
+            fail(f"--case {name!r}: there is no such case; known are {'; '.join(sorted(known))}")
     checks: list[Check] = []
-    with _Progress(total) as progress:
+    with _Progress(sum(counts)) as progress:
         for family in families:
             for found in run_family(family, make, **keywords):
                 checks += found
@@ -191,14 +206,25 @@ def _print(report: Report) -> None:
             f"{family}: cases against the float64 reference", ("case", "verdict", "seen"), rows
         )
     for status in (Status.DEVIATES, Status.BROKEN):
-        for check in report.checks:
-            if check.status is status:
-                lines = check.text.splitlines()
-                print(
-                    f"{status.value}: {check.family}, {check.case}: {check.rule} ({check.detector})"
-                )
-                output.print_lines(f"    {line.strip()}" for line in lines[:_EVIDENCE_LINES])
+        found = _by_novelty([check for check in report.checks if check.status is status])
+        for check in found[:_FINDINGS]:
+            print(f"{status.value}: {check.family}, {check.case}: {check.rule} ({check.detector})")
+            lines = check.text.splitlines()[:_EVIDENCE_LINES]
+            output.print_lines(f"    {line.strip()}" for line in lines)
+        if len(found) > _FINDINGS:
+            print(f"{status.value}: and {len(found) - _FINDINGS} more; --report has all")
     print(", ".join(f"{report.count(status)} {status.value}" for status in Status))
+
+
+def _by_novelty(checks: Sequence[Check]) -> list[Check]:
+    """The first finding of each detector, then the others."""
+    seen: set[str] = set()
+    first: list[Check] = []
+    rest: list[Check] = []
+    for check in checks:
+        (rest if check.detector in seen else first).append(check)
+        seen.add(check.detector)
+    return first + rest
 
 
 def _print_rules(family: str, subject: str, checks: Sequence[Check]) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         assert_torn_artifacts_are_misses,
         torn_artifacts_are_misses,
     )
-    from tilewright.testing.detectors.repetition import assert_determinism, determinism
     from tilewright.testing.detectors.frames import (
         assert_frame_independence,
         frame_independence,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         storage_bound,
         untouched_on_refusal,
     )
+    from tilewright.testing.detectors.repetition import assert_determinism, determinism
     from tilewright.testing.detectors.replay import assert_replay_freshness, replay_freshness
     from tilewright.testing.detectors.subject import Subject, callable_subject, graph_subject
     from tilewright.testing.detectors.verdict import Outcome, Verdict

@@ -71,7 +71,7 @@ def no_allocation(target: Any, operands: Operands) -> Verdict:
     if not count:
         return ALLOCATION.held("a second launch allocated nothing")
     if _NOTE in declared.notes:
-        return ALLOCATION.declined(f"the plan's notes say {_NOTE}: {_seen(count, size)}")
+        return ALLOCATION.declined(f"its notes say {_NOTE}: {_seen(count, size)}")
     return ALLOCATION.broken(f"a second launch made {_seen(count, size)}")
 
 

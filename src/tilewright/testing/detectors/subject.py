@@ -117,9 +117,12 @@ def callable_subject(
     return Subject(label, call, writing(write) if takes(function, "out") else None)
 
 
-def writing(write: Callable[[Tensors, Tensors], None]) -> Callable[[Tensors, Tensors], Declared]:
-    """``Subject.declare`` of a function that writes and has nothing to declare."""
-    declared = Declared(write, lambda operands, given: lambda: write(operands, given))
+def writing(
+    write: Callable[[Tensors, Tensors], None], notes: frozenset[str] = frozenset()
+) -> Callable[[Tensors, Tensors], Declared]:
+    """``Subject.declare`` of a function that writes and has nothing to declare but its notes."""
+    bind = lambda operands, given: lambda: write(operands, given)  # noqa: E731
+    declared = Declared(write, bind, notes=notes)
     return lambda operands, given: declared
 
 

@@ -76,7 +76,9 @@ def callable_maker(function: Callable[..., Any]) -> MakeSubject:
                 family.invoke(function, operands, case.options, out)
 
         label = getattr(function, "__name__", type(function).__name__)
-        return Subject(str(label), call, writing(write) if takes(function, "out") else None)
+        notes = frozenset(getattr(function, "verify_notes", ()))
+        declare = writing(write, notes) if takes(function, "out") else None
+        return Subject(str(label), call, declare)
 
     return make
 
