@@ -25,6 +25,13 @@ _EXPORTS = {
         ("GluFailure", "explain_glu_failure", "glu_report"),
         "tilewright.testing.compare_glu",
     ),
+    **dict.fromkeys(
+        ("assert_keys_seen", "keys_seen"),
+        "tilewright.testing.compare_visible",
+    ),
+    **dict.fromkeys(("Draws", "check_ignores_global_state"), "tilewright.testing.draws"),
+    "copy_source": "tilewright.testing.tree",
+    "xfail_plan": "tilewright.testing.expected",
     "error_picture": "tilewright.testing.report",
     **dict.fromkeys(("DataCase", "from_repro"), "tilewright.testing.data"),
 }

@@ -2,13 +2,13 @@
 
 With a baseline, the result of a plain computation in the same data type, a result may lie
 
-    2 * max |baseline - reference| + epsilon * max |reference| + smallest
+    2 * max |baseline - reference| + spacing(max |reference|)
 
 from the reference: at most twice the plain error, plus one spacing of the output's type at the
 largest magnitude (half of it is the rounding of the result itself, half a sum that fell to the
-other side of a midpoint), plus the type's smallest number. The root mean square of all errors is
-held likewise, against the baseline's and the reference's root mean squares: an error that spreads
-over a whole tensor shows there while each element still hides below the worst of the baseline.
+other side of a midpoint). The root mean square of all errors is held likewise, to twice the
+baseline's, plus half a spacing everywhere, plus one whole spacing at one element: an error that
+spreads over a tensor shows there while each element still hides below the worst of the baseline.
 
 Without a baseline the bound is `tol * max(max |reference|, 1)`, `tol` being the default of the
 data type (`tilewright.oracle.default_tolerance`). Both grow with the tensor: sums over more terms
@@ -46,7 +46,7 @@ class Bound:
 
 
 def rounding_floor(data_type: Any, magnitude: float) -> float:
-    """One spacing of a data type at a magnitude, plus its smallest number; 0 for integers.
+    """The spacing of a data type's numbers at a magnitude; 0 for integers.
 
     Args:
         data_type: A data type record, its name, or a torch dtype.
@@ -55,8 +55,10 @@ def rounding_floor(data_type: Any, magnitude: float) -> float:
     target = format_of(data_type)
     if target is None:
         return 0.0
-    smallest = 2.0 ** max(target.min_exponent - target.mantissa_bits, -1074)
-    return target.epsilon * min(magnitude, target.max_finite) + smallest
+    held = min(magnitude, target.max_finite)
+    # frexp gives m * 2**e with m in [0.5, 1).
+    exponent = math.frexp(held)[1] - 1 if held > 0 else target.min_exponent
+    return math.ldexp(1.0, max(exponent, target.min_exponent) - target.mantissa_bits)
 
 
 def largest_magnitude(values: torch.Tensor) -> float:
@@ -115,10 +117,11 @@ def bound_by_baseline(
             f"{largest:.4g}; such a baseline would accept anything"
         )
     floor = rounding_floor(data_type, largest)
+    half = 0.0 if target is None else 0.5 * target.epsilon * root_mean_square(expected)
     return Bound(
         BASELINE_FACTOR * worst + floor,
         f"{BASELINE_FACTOR:g} * plain error {worst:.4g} + rounding {floor:.4g}",
-        BASELINE_FACTOR * spread + rounding_floor(data_type, root_mean_square(expected)),
+        BASELINE_FACTOR * spread + half + floor / math.sqrt(max(expected.numel(), 1)),
     )
 
 

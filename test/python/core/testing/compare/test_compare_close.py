@@ -39,7 +39,9 @@ def test_the_plain_result_passes_and_twice_its_error_is_the_limit() -> None:
     error = (plain.double() - expected).abs().max().item()
     found = assert_close(plain, expected, baseline=plain)
     assert found.max_error == error
-    floor = 2.0**-7 * expected.abs().max().item() + 2.0**-133
+    # Numbers of 16 to 32 are 1/8 apart in bfloat16.
+    assert 16 < expected.abs().max().item() < 32
+    floor = 2.0**-3
     assert found.bound.limit == pytest.approx(2 * error + floor)
     actual = expected.clone()
     actual[3, 5] += 0.99 * found.bound.limit
@@ -283,6 +285,17 @@ def test_bits_are_compared_as_bits() -> None:
     eight = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     with pytest.raises(OracleError, match="axis 0: wrong at 1"):
         assert_bitwise_equal(eight, torch.tensor([1.0, 3.0]).to(torch.float8_e4m3fn))
+
+
+def test_the_floor_is_the_spacing() -> None:
+    for dtype, info in ((t, torch.finfo(t)) for t in (torch.float16, torch.bfloat16)):
+        for number in (1.0, 1.9, 2.0, 100.0, info.max, info.smallest_normal, 0.0):
+            at = torch.tensor(number, dtype=dtype)
+            up = torch.nextafter(
+                at, torch.tensor(0.0 if number == info.max else torch.inf).to(dtype)
+            )
+            assert rounding_floor(dtype, at.item()) == abs(up.double() - at.double()).item()
+    assert rounding_floor(torch.float16, float("inf")) == 32.0
 
 
 def test_root_mean_square_does_not_overflow() -> None:
