@@ -53,16 +53,18 @@ def key_of(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelKey:
 
 
 def source_digest(function: Any) -> str:
-    """What a kernel's source is, with every helper that it calls.
+    """What a kernel's source is, with every helper that it calls and the globals that they read.
 
-    A compiled function knows that of itself, with the constants of its module that it reads. An
-    interpreted one does not: there it is the kernel's own text, and nothing is ever stored.
+    A compiled function knows that of itself. An interpreted one does not: there it is the
+    kernel's own text, and nothing is ever stored.
     """
     digest = getattr(function, "cache_key", None)
-    if digest is not None:
-        return str(digest)
-    text = inspect.getsource(function.fn)
-    return "text " + hashlib.sha256(text.encode()).hexdigest()
+    if digest is None:
+        text = inspect.getsource(function.fn)
+        return "text " + hashlib.sha256(text.encode()).hexdigest()
+    # Triton's digest has the values of constexpr globals only; it can be told to take others.
+    values = [(name, repr(value)) for (name, _), (value, _) in function.used_global_vals.items()]
+    return hashlib.sha256(repr((digest, sorted(values))).encode()).hexdigest()
 
 
 def forget() -> None:
