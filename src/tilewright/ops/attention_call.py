@@ -12,6 +12,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor, strides_in_order_of
+from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
 
 # Packed operands (T, H, D) and the prefix sums that say where each sequence starts.
@@ -70,8 +71,6 @@ def attention_forward(
     if want_stats:
         stats = empty_stats(call)
         outputs["stats"] = stats
-    if call.is_packed:
-        o.zero_()
 
     def declare(graph: DeclaredGraph) -> None:
         declared = _declare_inputs(graph, call, call.operands)
@@ -99,6 +98,7 @@ def attention_forward(
         device=call.device,
         engine=call.engine,
         stream=call.stream,
+        fill=o.zero_ if call.is_packed else None,
     )
     return o, stats
 
@@ -197,26 +197,23 @@ class AttentionFunction(torch.autograd.Function):
         if stats is None:
             raise NotSupportedError("attention for training makes Stats")
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, bias, sink, o, stats)
-        ctx.call = call
+        # All operands, so that lengths and seeds that change before the backward are found out.
+        others = {n: t for n, t in call.operands.items() if n not in ("q", "k", "v")}
+        ctx.save_for_backward(o, stats, q, k, v, *others.values())
+        ctx.call = (call.options, ("q", "k", "v", *others), call.engine, call.stream)
         return o, stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("sdpa")
     def backward(
         ctx: Any, do: torch.Tensor | None, dstats: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, bias, sink, o, stats = ctx.saved_tensors
         if do is None and dstats is None:
             return (None,) * 6
-        call: Call = ctx.call
-        operands = {**call.operands, "q": q, "k": k, "v": v}
-        if bias is not None:
-            operands["bias"] = bias
-        if sink is not None:
-            operands["sink"] = sink
+        o, stats, *saved = ctx.saved_tensors
+        options, names, engine, stream = ctx.call
         grads = attention_gradients(
-            Call(call.options, operands, call.engine, call.stream),
+            Call(options, dict(zip(names, saved, strict=True)), engine, stream),
             o,
             stats,
             do,

@@ -26,6 +26,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, in_layout_of, is_traced, nothing, register
+from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
 
 
@@ -253,7 +254,7 @@ class _NormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("layer_norm or rms_norm")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, *saved = ctx.saved_tensors
         kind, bias, engine, stream = ctx.call

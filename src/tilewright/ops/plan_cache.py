@@ -7,6 +7,7 @@ shape, stride, data type and device of every operand. Threads may share the cach
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -31,6 +32,16 @@ def operands_key(operands: Operands) -> Hashable:
     """What a plan depends on of operands by name."""
     # From a list: a generator takes twice the time, and this is done at each call.
     return tuple([(name, t.shape, t.stride(), t.dtype, t.device) for name, t in operands.items()])
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A child is forked with one thread; the lock may have been held by another.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def clear_plan_cache() -> None:
@@ -66,11 +77,13 @@ def run(
     device: torch.device,
     engine: str | None = None,
     stream: Any = None,
+    fill: Callable[[], Any] | None = None,
 ) -> str:
     """Run the graph that ``declare`` declares, by tensor name; returns the plan's name.
 
     ``operation`` says what the graph computes, and names it. ``declare`` is called once a key. The
-    workspace is allocated here, on the stream that the work goes to.
+    workspace is allocated here, on the stream that the work goes to. ``fill`` writes what the graph
+    leaves alone of its outputs; it is called once every operand is accepted.
 
     Raises:
         NotSupportedError: if no engine, or not the wanted one, takes the graph.
@@ -79,11 +92,20 @@ def run(
     built = _plan(operation, key, declare, device, engine)
     pack = {**inputs, **outputs}
     if stream is None:
-        built.execute(pack, _workspace(built))
+        _execute(built, pack, fill)
     else:
         with device_and_stream(device, as_stream_pointer(stream)):
-            built.execute(pack, _workspace(built))
+            _execute(built, pack, fill)
     return built.plan.name
+
+
+def _execute(built: BuiltPlan, pack: Operands, fill: Callable[[], Any] | None) -> None:
+    if fill is None:
+        built.execute(pack, _workspace(built))
+        return
+    frame = built.bind(pack, _workspace(built))
+    fill()
+    frame.launch()
 
 
 def _workspace(built: BuiltPlan) -> torch.Tensor | None:

@@ -8,13 +8,14 @@ Sources: Shazeer 2020 (gated linear units), Hendrycks and Gimpel 2016 (GELU).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.dtypes import DataType
 from tilewright.errors import BindingError
-from tilewright.graph.enums import reduction_mode
+from tilewright.graph.enums import reduction_mode, reshape_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import (
@@ -26,6 +27,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
+from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
 
 ACTIVATIONS = {
@@ -89,7 +91,7 @@ def linear(
         )
     epilogue = _Epilogue("silu" if glu and activation is None else activation, glu)
     forbid_grad_with_out(out, (x, weight, bias))
-    flat = x.reshape(-1, depth)
+    flat = x.reshape(math.prod(x.shape[:-1]), depth)
     shape = (*x.shape[:-1], columns // 2 if glu else columns)
     if out is not None:
         require_shape("out", require_tensor("out", out), shape, "(..., N), or (..., N/2) with glu")
@@ -126,11 +128,13 @@ class _LinearFunction(torch.autograd.Function):
         keep = epilogue.activation is not None
         y, product = _forward(x, weight, bias, epilogue, engine, stream, keep_product=keep)
         ctx.save_for_backward(x, weight, product)
+        # Not read by the backward, but the product depends on it.
+        ctx.anchors = (bias,)
         ctx.call = (None if bias is None else bias.dtype, epilogue, engine, stream)
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("linear")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, product = ctx.saved_tensors
         bias_type, epilogue, engine, stream = ctx.call
@@ -247,7 +251,9 @@ def _declare_epilogue_backward(
     rows, columns = product.dim
     value, gate = _split(graph, product, epilogue.glu, (rows, columns))
     if epilogue.glu != "halves":
-        grad = graph.reshape(grad).set_dim((rows, columns // (2 * GLU_BLOCK), 1, GLU_BLOCK))
+        # The gradient of a sum is expanded, and its elements are not distinct.
+        grad = graph.reshape(grad, reshape_mode=reshape_mode.LOGICAL)
+        grad = grad.set_dim((rows, columns // (2 * GLU_BLOCK), 1, GLU_BLOCK))
     dvalue = graph.mul(grad, activate(gate))
     dgate = activate_backward(graph.mul(grad, value), gate)
     if epilogue.glu == "halves":

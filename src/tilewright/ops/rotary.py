@@ -47,8 +47,8 @@ def rope(
 
     Args:
         x: (B, H, S, D), any strides and float type.
-        cos: (S, R/2) or (B, S, R/2), R = rotary_dim (default D). With ``positions`` (S,) or
-            (B, S) the tables are looked up by position: cos[positions].
+        cos: (S, R/2) or (B, S, R/2), R = rotary_dim (default D); it has no gradient. With
+            ``positions`` (S,) or (B, S) the tables are looked up by position: cos[positions].
         sin: cos's shape.
         interleaved: pairs are neighbours (0, 1), (2, 3), ... and not (i, i + R/2).
         rotary_dim: R, even; the elements past it are passed through.
@@ -68,6 +68,8 @@ def rope(
     tables = {}
     for name, table in (("cos", cos), ("sin", sin)):
         require_float(name, require_tensor(name, table))
+        if table.requires_grad and torch.is_grad_enabled():
+            raise BindingError(f"{name}: requires grad; expected a table without one: detach it")
         require_device(name, table, x.device)
         if positions is not None:
             table = _look_up(name, table, positions, x)

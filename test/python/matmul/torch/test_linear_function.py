@@ -98,3 +98,36 @@ def test_wrong_arguments_are_named() -> None:
         with pytest.raises(tw.BindingError) as caught:
             call()
         assert message in str(caught.value)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, w = torch.rand(3, 5, requires_grad=True), torch.rand(4, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(ops.linear(x, w).sum(), x, create_graph=True)
+    with pytest.raises(tw.NotSupportedError, match="linear: a second derivative"):
+        torch.autograd.grad(grad.square().sum(), w)
+    b = torch.rand(4, requires_grad=True)
+    y = ops.linear(x.detach(), w.detach(), b, activation="gelu")
+    (grad,) = torch.autograd.grad(y.sum(), b, create_graph=True)
+    with pytest.raises(tw.NotSupportedError, match="linear: a second derivative"):
+        torch.autograd.grad(grad.square().sum(), b)
+
+
+@pytest.mark.parametrize("glu", [None, "halves", "interleaved32"])
+def test_the_gradient_of_a_sum(glu: str | None) -> None:
+    generator = torch.Generator().manual_seed(8)
+    x, w = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (3, 128))
+    w.requires_grad_()
+    wide = w.detach().clone().requires_grad_()
+    for total in (lambda y: y.sum(), lambda y: y.sum(-1).square().sum()):
+        (grad,) = torch.autograd.grad(total(ops.linear(x, w, activation="gelu", glu=glu)), w)
+        (expected,) = torch.autograd.grad(total(reference(x, wide, None, "gelu", glu)), wide)
+        torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (2, 3, 0), (0,), (0, 0)])
+def test_a_depth_of_zero_leaves_the_bias(shape: tuple[int, ...]) -> None:
+    x, w, b = torch.zeros(shape), torch.zeros(4, 0), torch.ones(4, requires_grad=True)
+    y = ops.linear(x, w, b)
+    assert torch.equal(y, torch.ones(*shape[:-1], 4))
+    y.sum().backward()
+    assert b.grad is not None and torch.equal(b.grad, torch.full((4,), float(y.numel() // 4)))

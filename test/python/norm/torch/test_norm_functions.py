@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +165,30 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], message: str) -> Non
     with pytest.raises(tw.BindingError) as caught:
         call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [ops.layer_norm, ops.rms_norm])
+def test_a_second_derivative_is_refused(function: Any) -> None:
+    # Of a sum, whose own gradient requires none: it is a function of x all the same.
+    x = torch.rand(3, 5, requires_grad=True)
+    y = function(x, torch.rand(5))
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(tw.NotSupportedError, match="_norm: a second derivative"):
+        torch.autograd.grad(grad.square().sum(), x)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_forked_while_the_cache_is_locked_runs() -> None:
+    code = """if True:
+        import os, signal, torch
+        from tilewright import ops
+        from tilewright.ops import plan_cache
+        with plan_cache._lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                ops.rms_norm(torch.ones(2, 3))
+                os._exit(0)
+        raise SystemExit(os.waitpid(child, 0)[1])
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -98,6 +98,8 @@ def test_wrong_arguments_are_named() -> None:
     cos, sin = tables(5, 8)
     for call, message in (
         (lambda: ops.rope(x[0], cos, sin), "x: shape (1, 5, 8) has 3 axes; expected 4"),
+        (lambda: ops.rope(x, cos.clone().requires_grad_(), sin), "cos: requires grad"),
+        (lambda: ops.rope(x, cos, sin.clone().requires_grad_()), "sin: requires grad"),
         (lambda: ops.rope(x, cos[:4], sin), "cos: shape (1, 4, 4); expected (1, 5, 4)"),
         (lambda: ops.rope(x, cos, sin, rotary_dim=3), "rotary_dim: got 3; expected an even"),
         (lambda: ops.rope(x, cos, sin, rotary_dim=10), "rotary_dim: got 10"),
