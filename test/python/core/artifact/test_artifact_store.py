@@ -76,9 +76,7 @@ def damage(data: bytes) -> dict[str, tuple[bytes, str]]:
 
 DAMAGES = list(
     damage(
-        encode(
-            Entry({"target": [9, 0], "warps": 4}, {}, KernelCode("k", b"code", 128, 0, (9, 0)))
-        )
+        encode(Entry({"target": [9, 0], "warps": 4}, {}, KernelCode("k", b"code", 128, 0, (9, 0))))
     )
 )
 

@@ -25,6 +25,15 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         *(f"tilewright.{name}" for name in ("oracle", "launch", "engines", "ops", "cli")),
     ),
     "oracle": ("tilewright.engines", "tilewright.launch", "tilewright.planning", "tilewright.ops"),
+    "artifact": (
+        "torch",
+        "triton",
+        "numpy",
+        *(
+            f"tilewright.{name}"
+            for name in ("graph", "engines", "launch", "planning", "oracle", "ops", "cli")
+        ),
+    ),
     "launch": ("tilewright.engines", "tilewright.planning", "tilewright.oracle", "tilewright.ops"),
     "engines": ("tilewright.planning", "tilewright.oracle", "tilewright.ops", "tilewright.cli"),
     "planning": ("tilewright.ops", "tilewright.cli", "tilewright.oracle"),
