@@ -6,8 +6,10 @@ graph's own backward operations.
 
 from tilewright.ops.attention import merge_states as merge_states
 from tilewright.ops.attention import sdpa as sdpa
+from tilewright.ops.attention import sdpa_decode as sdpa_decode
 from tilewright.ops.attention import sdpa_paged as sdpa_paged
 from tilewright.ops.attention import sdpa_varlen as sdpa_varlen
+from tilewright.ops.grouped_norm import group_norm as group_norm
 from tilewright.ops.normalization import layer_norm as layer_norm
 from tilewright.ops.normalization import rms_norm as rms_norm
 from tilewright.ops.plan_cache import cached_explanations as cached_explanations
@@ -18,12 +20,14 @@ from tilewright.ops.rotary import rope as rope
 __all__ = [
     "cached_explanations",
     "clear_plan_cache",
+    "group_norm",
     "layer_norm",
     "linear",
     "merge_states",
     "rms_norm",
     "rope",
     "sdpa",
+    "sdpa_decode",
     "sdpa_paged",
     "sdpa_varlen",
 ]

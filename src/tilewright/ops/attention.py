@@ -276,7 +276,9 @@ def sdpa_paged(
     options = _options(
         causal, align, window, scale, depth, alibi, soft_cap, 0.0, False, max_kv=longest
     )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_pages, v_pages)):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k_pages, v_pages, bias, sink)
+    ):
         raise NotSupportedError(
             "sdpa_paged: an operand requires grad; paged attention is for "
             "inference, use torch.no_grad"
@@ -292,6 +294,61 @@ def sdpa_paged(
         seed=None,
         offset=0,
         gate=None,
+        return_stats=return_stats,
+        out=out,
+        engine=engine,
+        stream=stream,
+    )
+
+
+def sdpa_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seqlens_kv: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: Window | None = None,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    alibi: bool = False,
+    soft_cap: float | None = None,
+    gate: torch.Tensor | None = None,
+    return_stats: bool = False,
+    out: torch.Tensor | None = None,
+    engine: str | None = None,
+    stream: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the newest tokens q (B, Hq, Sq, D) to a cache of which a part is in use.
+
+    k is (B, Hkv, capacity, D) and v (B, Hkv, capacity, Dv); of sequence b the first
+    ``seqlens_kv[b]`` keys are read ((B,) int32 or int64), the last Sq of them being q's own: the
+    diagonal is aligned at the bottom right. What lies beyond may be anything. The results of two
+    caches of the same q can be joined by ``merge_states``. Other arguments as for ``sdpa``.
+
+    Raises:
+        BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+    """
+    # One row sees all keys in use, whatever the band to its right is.
+    is_banded = causal and require_tensor("q", q, 4).shape[2] != 1
+    return sdpa(
+        q,
+        k,
+        v,
+        causal=is_banded,
+        align="bottom_right",
+        window=window,
+        scale=scale,
+        bias=bias,
+        mask=mask,
+        sink=sink,
+        alibi=alibi,
+        soft_cap=soft_cap,
+        seqlens_kv=seqlens_kv,
+        gate=gate,
         return_stats=return_stats,
         out=out,
         engine=engine,
@@ -318,9 +375,13 @@ def merge_states(
         require_shape(name, require_tensor(name, stats), o1.shape[:-1], "o1's shape less D")
     compute = torch.float64 if o1.dtype is torch.float64 else torch.float32
     first, second = stats1.to(compute), stats2.to(compute)
-    stats = torch.logaddexp(first, second)
+    # Two empty states have no slope: logaddexp's would be NaN.
+    is_empty = torch.isneginf(first) & torch.isneginf(second)
+    stats = torch.logaddexp(first, second.masked_fill(is_empty, 0)).masked_fill(
+        is_empty, -torch.inf
+    )
     # -inf - -inf is NaN; against 0 an empty pair weighs exp(-inf) = 0.
-    level = torch.where(torch.isneginf(stats), torch.zeros_like(stats), stats)
+    level = stats.masked_fill(is_empty, 0)
     weights = [torch.exp(part - level).unsqueeze(-1) for part in (first, second)]
     # Weight 0 times a NaN of an empty state would be NaN.
     parts = [
@@ -355,13 +416,15 @@ def _call(
         sink = sink.contiguous().view(1, heads, 1, 1)
         operands["sink"] = sink
     if gate is not None:
-        require_shape("gate", require_tensor("gate", gate), shape, "O's shape")
+        require_float("gate", require_tensor("gate", gate))
+        require_shape("gate", gate, shape, "O's shape")
+        require_device("gate", gate, q.device)
     if options.dropout_p:
         operands["seed"] = _draw_seed() if seed is None else _counter("seed", seed)
         operands["offset"] = _counter("offset", offset)
     bias = operands.get("bias")
     differentiable = (q, k, v, bias, sink)
-    forbid_grad_with_out(out, differentiable)
+    forbid_grad_with_out(out, (*differentiable, gate))
     if out is not None:
         require_shape("out", require_tensor("out", out), shape, "(.., Sq, Dv) of q and v")
     call = Call(options, {"q": q, "k": k, "v": v, **operands}, engine, stream)
@@ -373,14 +436,15 @@ def _call(
     if is_traced(*call.operands.values(), out):
         forbid_stream(stream)
         o, stats = attend_by_operator(call, want_stats=return_stats or needs_grad)
-        if out is not None:
+        if out is not None and gate is None:
             o = out.copy_(o)
     elif needs_grad:
         o, stats = AttentionFunction.apply(  # type: ignore[no-untyped-call]
             q, k, v, bias, sink, call
         )
     else:
-        o, stats = attention_forward(call, out, want_stats=return_stats)
+        # A gate is read after O is written, and may be the very buffer of ``out``.
+        o, stats = attention_forward(call, out if gate is None else None, want_stats=return_stats)
     if gate is not None:
         wide = torch.float64 if o.dtype is torch.float64 else torch.float32
         gated = (o.to(wide) * torch.sigmoid(gate.to(wide))).to(o.dtype)
@@ -408,8 +472,8 @@ def _options(
         raise BindingError(f"window: got {window!r}; expected (left, right), each >= 0 or None")
     if not 0.0 <= dropout_p < 1.0:
         raise BindingError(f"dropout_p: got {dropout_p!r}; expected 0 <= dropout_p < 1")
-    if soft_cap is not None and not soft_cap > 0:
-        raise BindingError(f"soft_cap: got {soft_cap!r}; expected a number > 0, or None")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise BindingError(f"soft_cap: got {soft_cap!r}; expected a finite number > 0, or None")
     if depth < 1:
         raise BindingError("q: its last axis, the head size, is 0; expected at least 1")
     if scale is not None and not math.isfinite(scale):

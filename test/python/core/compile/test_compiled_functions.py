@@ -78,6 +78,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[torch.Generator], list[torc
         lambda x, w, b, r: ops.layer_norm(x, w, b, residual=r),
         lambda g: [draw(g, 2, 3, 8), draw(g, 8), draw(g, 8), draw(g, 2, 3, 8)],
     ),
+    "group_norm": (
+        lambda x, w, b: ops.group_norm(x, 2, w, b),
+        lambda g: [draw(g, 2, 6, 3, 4), draw(g, 6), draw(g, 6)],
+    ),
+    "sdpa_decode": (
+        lambda q, k, v, n: ops.sdpa_decode(q, k, v, n, return_stats=True),
+        lambda g: [*qkv(g, 2, 7), torch.tensor([3, 7])],
+    ),
     "rope": (
         lambda x, n: ops.rope(x, torch.cos(n.double()), torch.sin(n.double()), rotary_dim=6),
         lambda g: [draw(g, 2, 4, 5, 8), torch.arange(15).view(5, 3)],
@@ -315,10 +323,11 @@ def test_eager_calls_go_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("an eager call went through its operator")
 
-    from tilewright.ops import attention, normalization, products, rotary
+    from tilewright.ops import attention, grouped_norm, normalization, products, rotary
 
     monkeypatch.setattr(attention, "attend_by_operator", refuse)
     monkeypatch.setattr(normalization, "_OPERATORS", {})
+    monkeypatch.setattr(grouped_norm, "_group_norm", refuse)
     monkeypatch.setattr(products, "_linear", refuse)
     monkeypatch.setattr(rotary, "_rope", refuse)
     generator = torch.Generator().manual_seed(12)

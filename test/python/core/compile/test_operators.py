@@ -14,7 +14,8 @@ pytestmark = pytest.mark.L0
 OPERATORS = torch.ops.tilewright
 NAMES = (
     *("sdpa", "sdpa_backward", "rms_norm", "rms_norm_backward", "layer_norm"),
-    *("layer_norm_backward", "rope", "linear", "linear_backward"),
+    *("layer_norm_backward", "rope", "linear", "linear_backward", "group_norm"),
+    "group_norm_backward",
 )
 _FORMS = ("dense", "masked", "packed", "packed_token_major", "paged")
 
@@ -134,6 +135,19 @@ def test_norms(with_parameters: bool) -> None:
         check(backward, (grad, x, weight, bias, *statistics, 1e-5, offset, None))
         leaves = [t if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
         check(forward, (*leaves, 1e-5, offset, True, None))
+
+
+@pytest.mark.parametrize("with_parameters", [False, True])
+def test_group_norm(with_parameters: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = draw(generator, 2, 3, 4).transpose(1, 2)
+    weight, bias = (draw(generator, 4) if with_parameters else None for _ in range(2))
+    check(OPERATORS.group_norm, (x, weight, bias, 2, 1e-5, False, None))
+    y, *statistics = OPERATORS.group_norm(x, weight, bias, 2, 1e-5, True, None)
+    grad = draw(generator, *y.shape)
+    check(OPERATORS.group_norm_backward, (grad, x, weight, bias, *statistics, 2, 1e-5, None))
+    leaves = [t if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    check(OPERATORS.group_norm, (*leaves, 2, 1e-5, True, None))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "sdpa": attend,
     "rms_norm": lambda: ops.rms_norm(*draw(3, (2, 8), (8,))),
     "layer_norm": lambda: ops.layer_norm(*draw(4, (2, 8), (8,), (8,))),
+    "group_norm": lambda: ops.group_norm(draw(10, (2, 4, 3))[0], 2, *draw(11, (4,), (4,))),
     "linear": lambda: ops.linear(*draw(5, (2, 8), (6, 8)), glu="halves"),
     "rope": lambda: ops.rope(
         draw(6, (1, 2, 3, 8))[0], *(t.detach() for t in draw(7, (3, 4), (3, 4)))
