@@ -14,7 +14,7 @@ import pytest
 from fuzzing.drawing import Case
 from fuzzing.ledger import Ledger
 from fuzzing.strategies import graphs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from tilewright.graph.operation import operation_kinds
 
@@ -38,6 +38,8 @@ def check_graphs(seed: int, count: int) -> Ledger:
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
+        # Not Phase.explain: it traces every line, for minutes.
+        phases=(Phase.generate, Phase.shrink),
         print_blob=False,
     )
     @given(graphs())
