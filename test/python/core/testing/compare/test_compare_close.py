@@ -205,11 +205,14 @@ def test_the_report_stays_bounded() -> None:
     with pytest.raises(OracleError) as caught:
         assert_close(-expected - 1, expected, tol=1e-9, name="n" * 5000)
     lines = str(caught.value).split("\n")
-    assert len(lines) <= MAX_LINES
+    assert len(lines) <= 40
     assert max(len(line) for line in lines) <= 200
     scattered = torch.zeros(10000, dtype=torch.bool)
     scattered[::2] = True
     assert max(len(line) for line in where_wrong(scattered)) < 120
+    cut = bounded("\n".join(map(str, range(100)))).split("\n")
+    assert len(cut) == MAX_LINES == 40
+    assert cut[-2:] == ["38", "... 61 more lines"]
     assert bounded("a\nb\nc\nd", 3) == "a\nb\n... 2 more lines"
 
 
