@@ -27,6 +27,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
+from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
 
 
@@ -107,7 +108,7 @@ class _GroupNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("group_norm")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return *_backward(grad, *ctx.saved_tensors, *ctx.call), None, None, None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewright import ops
-from tilewright.errors import BindingError
+from tilewright.errors import BindingError, NotSupportedError
 
 pytestmark = pytest.mark.L0
 
@@ -101,3 +101,11 @@ def test_an_output_buffer() -> None:
 def test_refusals_name_the_argument(call: Any, named: str) -> None:
     with pytest.raises(BindingError, match=named):
         call(torch.zeros(2, 4, 3))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.rand(2, 4, 3, requires_grad=True)
+    y = ops.group_norm(x, 2, torch.rand(4))
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(NotSupportedError, match="group_norm: a second derivative"):
+        torch.autograd.grad(grad.square().sum(), x)
