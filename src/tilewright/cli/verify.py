@@ -70,6 +70,9 @@ def add_parser(subparsers: Any) -> None:
         "--report", type=Path, metavar="DIR|FILE.html", help="write report.html, with pictures"
     )
     parser.add_argument(
+        "--brief", action="store_true", help="no tables: only what is broken or deviates"
+    )
+    parser.add_argument(
         "--signature", action="store_true", help="print how a family's callable is called, and end"
     )
     parser.set_defaults(execute=execute)
@@ -85,7 +88,7 @@ def execute(arguments: argparse.Namespace) -> ExitCode:
     if arguments.json == "-":
         output.print_json(report.document())
     else:
-        _print(report)
+        _print(report, is_brief=arguments.brief)
         if arguments.json:
             _write_json(report, Path(arguments.json))
     if arguments.report is not None:
@@ -191,10 +194,10 @@ class _Progress:
         self._bar.update(self._task, advance=1, description=description)
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, *, is_brief: bool) -> None:
     from tilewright.testing.verify.results import VALUES, Status
 
-    for family in report.families:
+    for family in () if is_brief else report.families:
         checks = [check for check in report.checks if check.family == family]
         _print_rules(family, report.subject, [c for c in checks if c.rule != VALUES])
         rows = [
@@ -213,6 +216,8 @@ def _print(report: Report) -> None:
             output.print_lines(f"    {line.strip()}" for line in lines)
         if len(found) > _FINDINGS:
             print(f"{status.value}: and {len(found) - _FINDINGS} more; --report has all")
+    if not any(report.count(s) for s in Status if s is not Status.DECLINED):
+        print("nothing was looked at: every check was declined")
     print(", ".join(f"{report.count(status)} {status.value}" for status in Status))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 
 
 def is_interpreting() -> bool:
-    """True if Triton kernels of this process run in the interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """True if Triton kernels were made for the interpreter in this process."""
+    has_kernels = "triton.runtime.interpreter" in sys.modules
+    return has_kernels and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def _pointwise_case(
                 values = values.sign() * (values.abs() + 0.5)
             given[f"in{position}"] = values.to(dtype)
         if has_specials:
-            ends = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e30])
+            ends = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-30])
             given["in0"].view(-1)[:5] = ends.to(dtype)
         return given
 

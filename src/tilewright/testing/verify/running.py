@@ -103,7 +103,7 @@ def _check_values(
         with FilledAllocations(NAN_PATTERN) if not is_graph else contextlib.nullcontext():
             results = subject.call(given)
     except NotSupportedError as error:
-        return check(Status.DECLINED, str(error))
+        return check(Status.DECLINED, " ".join(str(error).split()))
     except Exception as error:
         return check(Status.BROKEN, f"it raised {type(error).__name__}: {_first_line(error)}")
     expected = case.expected(operands)
@@ -202,7 +202,8 @@ def _detect(
             else:
                 verdict = run()
         except NotSupportedError as error:
-            verdict = Verdict(_RULES[name], name, Outcome.DECLINED, str(error))
+            text = " ".join(str(error).split())
+            verdict = Verdict(_RULES[name], name, Outcome.DECLINED, text)
         except Exception as error:
             text = f"it raised {type(error).__name__}: {_first_line(error)}"
             verdict = Verdict(_RULES[name], name, Outcome.BROKEN, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -95,9 +96,10 @@ def engine_maker(engine: str | None, device: torch.device) -> MakeSubject:
         def graph_of(operands: Tensors, results: Tensors | None) -> Subject:
             key = tuple((n, Layout.of(t)) for n, t in {**operands, **(results or {})}.items())
             if key not in built:
-                built[key] = graph_subject(
-                    _declare(family, case.options, operands, results, engine, device)
-                )
+                with _interpreting():
+                    built[key] = graph_subject(
+                        _declare(family, case.options, operands, results, engine, device)
+                    )
             return built[key]
 
         def declare(operands: Tensors, results: Tensors) -> Declared:
@@ -154,6 +156,15 @@ def _declare(
         graph.create_execution_plans()
         graph.deselect_engines([e.name for e in ENGINE_TABLE if e.name != engine])
     return graph
+
+
+def _interpreting() -> Any:
+    """Planning that takes the Triton engine in its interpreter too, if this process has that on."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return contextlib.nullcontext()
+    from tilewright.engines.triton.engine import interpreting
+
+    return interpreting()
 
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:

@@ -1,0 +1,56 @@
+"""Run `tilewright verify` in this process, from the root of the project."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[5]
+
+
+class Verified:
+    """The exit status, what was printed, and the checks of the JSON file."""
+
+    def __init__(self, code: int, out: str, err: str, document: dict[str, Any]) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+        self.document = document
+
+    def checks(self, status: str) -> list[dict[str, str]]:
+        return [check for check in self.document["checks"] if check["status"] == status]
+
+    def rules(self, status: str) -> set[str]:
+        return {check["rule"] for check in self.checks(status)}
+
+
+@pytest.fixture
+def root() -> Path:
+    """Return the root of the project."""
+    return ROOT
+
+
+@pytest.fixture
+def verify(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Verified]:
+    """Return a function that runs ``tilewright verify`` with the given arguments."""
+    from tilewright.cli.main import main
+
+    monkeypatch.syspath_prepend(str(ROOT))
+    # What runs in this process is no Triton kernel, whatever other tests set.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def run(*arguments: str) -> Verified:
+        capsys.readouterr()
+        file = tmp_path / "checks.json"
+        code = main(["verify", *arguments, "--json", str(file), "--device", "cpu"])
+        printed = capsys.readouterr()
+        document = json.loads(file.read_text()) if file.exists() else {}
+        return Verified(code, printed.out, printed.err, document)
+
+    return run
