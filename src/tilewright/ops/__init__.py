@@ -15,15 +15,19 @@ from tilewright.ops.normalization import rms_norm as rms_norm
 from tilewright.ops.plan_cache import cached_explanations as cached_explanations
 from tilewright.ops.plan_cache import clear_plan_cache as clear_plan_cache
 from tilewright.ops.products import linear as linear
+from tilewright.ops.quantization import dequantize as dequantize
+from tilewright.ops.quantization import quantize as quantize
 from tilewright.ops.rotary import rope as rope
 
 __all__ = [
     "cached_explanations",
     "clear_plan_cache",
+    "dequantize",
     "group_norm",
     "layer_norm",
     "linear",
     "merge_states",
+    "quantize",
     "rms_norm",
     "rope",
     "sdpa",
