@@ -84,6 +84,7 @@ def test_a_wrong_product_is_told_from_a_wrong_epilogue(layout: str) -> None:
     report = glu_report(_epilogue(product, layout), x, weight, product=product, **options)
     assert "1 of 576 elements are wrong" in report
     assert "input wrong in 0 of 1, gate wrong in 1" in report
+    assert "exchanged" not in report
     assert "-> the epilogue follows its product; the product is wrong" in report
     assert f"(2, 40): result {_epilogue(product, layout)[2, 40].item():.7g}" in report
     assert f"stored u[{u}] {right[2, u].item():.7g}, g[{g}] {product[2, g].item():.7g}" in report
