@@ -117,7 +117,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def _seen(count: int, size: int) -> str:
-    return f"{count} allocations, {size} bytes in all"
+    return f"{count} allocation{'' if count == 1 else 's'}, {size} bytes in all"
 
 
 assert_no_allocation = asserting(no_allocation)

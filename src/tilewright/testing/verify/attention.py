@@ -319,7 +319,8 @@ def for_graph(given: Tensors) -> dict[str, torch.Tensor]:
     changed = dict(given)
     if "mask" in changed:
         hidden = ~changed["mask"]
-        changed["mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)[None, None]
+        open_ = torch.zeros(hidden.shape, device=hidden.device)
+        changed["mask"] = open_.masked_fill(hidden, -math.inf)[None, None]
     if "lengths" in changed:
         batch = changed["q"].shape[0]
         changed["lengths"] = changed["lengths"].reshape(batch, 1, 1, 1)

@@ -32,7 +32,7 @@ def test_a_launch_without_allocation_holds(operands: Given) -> None:
 
 
 def test_a_temporary_is_seen(operands: Given) -> None:
-    with pytest.raises(AssertionError, match=r"L2 .*1 allocations, 384 bytes"):
+    with pytest.raises(AssertionError, match=r"L2 .*1 allocation, 384 bytes"):
         detectors.assert_no_allocation(makes_a_temporary, operands)
 
 
