@@ -1,1 +1,1 @@
-"""The command line: run, plans, explain, doctor, bench, verify, red. See docs/cli.md."""
+"""The command line, one module a command, which docs/cli.md describes."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tilewright.artifact.environment import environment
+from tilewright.artifact.environment import _files_digest, environment
 from tilewright.artifact.key import KernelKey
 
 pytestmark = pytest.mark.L0
@@ -110,3 +111,34 @@ def test_variables_that_reach_the_code_are_in_the_environment(
     elsewhere.write_bytes(b"one")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(elsewhere))
     assert facts() == first
+
+
+def test_another_installation_of_the_compiler_is_another_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def installed(name: str, recorded: str | None, content: bytes = b"1") -> str:
+        folder = tmp_path / name
+        package = folder / "made_up_compiler"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_bytes(content)
+        os.utime(package / "__init__.py", (1, 1))
+        if recorded is not None:
+            info = folder / "made_up_compiler-1.0.dist-info"
+            info.mkdir()
+            lines = (f"made_up_compiler/__init__.py,sha256={recorded},1", "../../bin/x,sha256=0,1")
+            (info / "RECORD").write_text("\n".join(lines))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(folder))
+            _files_digest.cache_clear()
+            return facts("made_up_compiler")["made_up_compiler files"]
+
+    try:
+        first = installed("first", "abc")
+        assert first.startswith("recorded ") and installed("same", "abc") == first
+        assert installed("edited", "abd") != first
+        # Built in place, with nothing recorded: names, sizes and times tell.
+        found = installed("found", None)
+        assert found.startswith("found ") and installed("again", None) == found
+        assert installed("longer", None, b"12") != found
+    finally:
+        _files_digest.cache_clear()

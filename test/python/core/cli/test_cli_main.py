@@ -19,7 +19,7 @@ from tilewright.cli.main import build_parser, main
 pytestmark = pytest.mark.L0
 
 ROOT = Path(__file__).resolve().parents[4]
-COMMANDS = ("run", "plans", "explain", "doctor", "bench", "verify", "red")
+COMMANDS = ("run", "plans", "explain", "compile", "cache", "doctor", "bench", "verify", "red")
 FileMaker = Callable[..., Path]
 Runner = Callable[..., Any]
 
