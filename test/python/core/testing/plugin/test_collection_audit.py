@@ -44,6 +44,8 @@ def sweep(tree: Path) -> Run:
                 "PATH": "/usr/bin:/bin",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TILEWRIGHT_NO_ISOLATION": "1",
+                # Other installed plugins take most of a start.
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
                 **environment,
             },
             capture_output=True,
@@ -72,7 +74,7 @@ def test_the_banner_names_the_tree_under_test(tree: Path, sweep: Run) -> None:
     assert f"package under test: {tree.resolve() / 'src/tilewright'}\n" in sweep().stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one-process", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["one-process", "xdist"])
 def test_an_unmarked_test_is_an_error(tree: Path, sweep: Run, workers: tuple[str, ...]) -> None:
     if workers:
         pytest.importorskip("xdist")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tilewright.testing import controlling
 
 pytestmark = pytest.mark.L0
 
@@ -81,7 +85,7 @@ def test_each_victim_is_failed_by_name_and_the_others_run(suite: Suite) -> None:
     assert ran.lines_with("ERROR test_ends_collection.py")
 
 
-@pytest.mark.parametrize("mode", ["load", "loadfile", "loadscope", "loadgroup", "worksteal"])
+@pytest.mark.parametrize("mode", ["load", "loadfile", "loadscope"])
 def test_two_workers_that_crash_lose_no_test(suite: Suite, mode: str) -> None:
     files = {
         f"test_{letter}.py": """
@@ -176,3 +180,24 @@ def test_pytests_own_use_of_the_watchdog_is_refused(suite: Suite) -> None:
     ran = suite({"test_a.py": "def test_a(): pass\n"}, more_ini="faulthandler_timeout = 5\n")
     assert ran.status == int(pytest.ExitCode.USAGE_ERROR)
     assert "faulthandler_timeout = 5" in ran.text
+
+
+def test_a_process_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose kernel still runs: the driver keeps the process until the kernel ends."""
+    monkeypatch.setattr(controlling, "_PROCESS_END_S", 0.1)
+    lines: list[str] = []
+    reporter = SimpleNamespace(write_line=lines.append)
+    config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(getplugin=lambda name: reporter))
+    ledger: Any = None
+    controller = controlling.Controlling(config, ledger, 0)
+    try:
+        with subprocess.Popen(["sleep", "600"]) as process:
+            gateway = SimpleNamespace(id="gw3", _io=SimpleNamespace(popen=process))
+            controller._wait_for_process(SimpleNamespace(gateway=gateway))
+            process.kill()
+        assert f"process {process.pid} of gw3 has not ended" in lines[0]
+        lines.clear()
+        controller._wait_for_process(SimpleNamespace(gateway=gateway))
+        assert lines == []
+    finally:
+        controller.pytest_unconfigure()

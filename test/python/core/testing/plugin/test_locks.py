@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import textwrap
@@ -98,6 +99,26 @@ def test_shared_holders_and_other_devices_do_not_wait(holders: Holders) -> None:
     assert "first out" not in holders.lines()
     holders.processes[0].kill()
     holders.processes[0].wait()
+
+
+def test_later_shared_holders_queue_behind_a_waiting_exclusive_one(holders: Holders) -> None:
+    holders.start("first", "0", exclusive=False, hold_s=2.0)
+    holders.wait_for("first in")
+    holders.start("exclusive", "0", exclusive=True, hold_s=0.0)
+    # It keeps the turnstile while it waits.
+    end = time.monotonic() + 60
+    with open(holders.folder / "cuda-0.turnstile") as turnstile:
+        while True:
+            assert time.monotonic() < end
+            try:
+                fcntl.flock(turnstile, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                break
+            fcntl.flock(turnstile, fcntl.LOCK_UN)
+            time.sleep(0.01)
+    holders.start("second", "0", exclusive=False, hold_s=0.0)
+    names = [line.split()[0] for line in holders.finish()[::2]]
+    assert names == ["first", "exclusive", "second"]
 
 
 def test_a_killed_holder_leaves_no_lock(holders: Holders, tmp_path: Path) -> None:
