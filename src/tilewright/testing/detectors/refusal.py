@@ -9,6 +9,7 @@ import torch
 
 from tilewright.graph.shapes import span_elements
 from tilewright.testing.detectors.guards import (
+    GUARD_BYTES,
     NAN_PATTERN,
     all_bytes,
     changed_names,
@@ -202,8 +203,6 @@ def _overlapping(
 
 
 def _disjoint_slices(subject: Subject, operands: Tensors, outputs: Tensors) -> str | None:
-    from tilewright.testing.detectors.guards import GUARD_BYTES
-
     everything = {**operands, **outputs}
     spans = {
         name: -(-span_elements(t.shape, t.stride()) * t.element_size() // GUARD_BYTES) * GUARD_BYTES

@@ -65,15 +65,6 @@ class Family:
     declare: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
 
-def normal(*dim: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Callable[..., Any]:
-    """A function that draws a tensor of normal numbers from a generator."""
-
-    def draw(generator: torch.Generator) -> torch.Tensor:
-        return (torch.randn(*dim, generator=generator) * scale).to(dtype)
-
-    return draw
-
-
 def label(dtype: torch.dtype) -> str:
     """ "float32" of torch.float32."""
     return str(dtype).removeprefix("torch.")

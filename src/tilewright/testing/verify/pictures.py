@@ -8,21 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-# A picture has at most this many elements a side, and about this many pixels.
+# A picture has at most this many cells a side, and about this many pixels.
 _ELEMENTS = 256
 _PIXELS = 260
-_FINE, _ALLOWED, _WRONG, _SPECIAL = (
-    (255, 255, 255),
-    (255, 214, 102),
-    (200, 30, 30),
-    (90, 0, 130),
-)
+_FINE, _ALLOWED, _SPECIAL = (255, 255, 255), (255, 214, 102), (90, 0, 130)
+# Just beyond the bound, and a hundred thousand bounds and more.
+_BEYOND, _FAR = (245, 130, 60), (130, 0, 20)
+_FAR_DECADES = 5.0
 
 
 @dataclass(frozen=True)
 class ErrorMap:
-    """|error| over the last two axes, where it is worst: white 0, yellow at the bound, red beyond
-    it up to ten bounds, violet where NaN or infinities differ. ``at`` is the index of the plane."""
+    """|error| over the last two axes, where it is worst: white 0, yellow at the bound, orange to
+    dark red beyond it, violet where NaN or infinities differ. ``at`` is the index of the plane."""
 
     png: bytes
     at: tuple[int, ...]
@@ -47,21 +45,26 @@ def error_map(name: str, got: torch.Tensor, want: torch.Tensor, bound: float) ->
     for extent in reversed(ratio.shape[:-2]):
         at.append(rest % extent)
         rest //= extent
-    plane = planes[worst, :_ELEMENTS, :_ELEMENTS]
+    plane = planes[worst]
+    if max(plane.shape) > _ELEMENTS:
+        # Each cell of a large plane shows its worst element.
+        sides = [min(extent, _ELEMENTS) for extent in plane.shape]
+        plane = torch.nn.functional.adaptive_max_pool2d(plane[None], sides)[0]
     return ErrorMap(_png(_colors(plane)), tuple(reversed(at)), name)
 
 
 def _colors(ratio: torch.Tensor) -> torch.Tensor:
     """uint8 (rows, columns, 3)."""
-    fine, allowed, wrong, special = (
-        torch.tensor(color, dtype=torch.float64) for color in (_FINE, _ALLOWED, _WRONG, _SPECIAL)
+    fine, allowed, beyond, far, special = (
+        torch.tensor(color, dtype=torch.float64)
+        for color in (_FINE, _ALLOWED, _BEYOND, _FAR, _SPECIAL)
     )
     inside = ratio.clamp(max=1.0)[..., None]
-    beyond = (ratio.clamp(min=1.0, max=10.0).log10())[..., None]
+    decades = ratio.clamp(min=1.0).log10().clamp(max=_FAR_DECADES)[..., None] / _FAR_DECADES
     colors = torch.where(
         ratio[..., None] <= 1.0,
         fine + (allowed - fine) * inside,
-        wrong + (allowed - wrong) * (1.0 - beyond) * 0.5,
+        beyond + (far - beyond) * decades,
     )
     colors = torch.where(torch.isinf(ratio)[..., None], special, colors)
     return colors.round().to(torch.uint8)

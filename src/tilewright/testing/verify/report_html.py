@@ -143,7 +143,8 @@ def _picture(check: Check) -> str:
         f'<figure><img alt="error map of {_text(check.picture.name)}" '
         f'src="data:image/png;base64,{data}"><figcaption>|error| of '
         f"{_text(check.picture.name)}{plane} over its last two axes: white 0, yellow at the "
-        "bound, red beyond it, violet where NaN or infinities differ</figcaption></figure>"
+        "bound, orange to dark red beyond it, violet where NaN or infinities differ</figcaption>"
+        "</figure>"
     )
 
 

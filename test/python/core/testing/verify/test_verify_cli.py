@@ -210,6 +210,18 @@ def test_an_error_map_shows_where() -> None:
     assert middle == b"\xff\xff\xff"
 
 
+def test_a_large_plane_shows_its_worst_elements() -> None:
+    want = torch.zeros(700, 300, dtype=torch.float64)
+    got = want.clone()
+    got[699, 299] = float("inf")
+    found = error_map("y", got, want, bound=1.0)
+    assert found is not None
+    width, height, pixels = assert_is_png(found.png)
+    assert (width, height) == (256, 256)
+    assert pixels[-3:] == bytes((90, 0, 130))
+    assert pixels[1:4] == b"\xff\xff\xff"
+
+
 def test_no_map_of_what_does_not_fit() -> None:
     assert error_map("y", torch.zeros(2), torch.zeros(3), 1.0) is None
     assert error_map("y", torch.zeros(0), torch.zeros(0), 1.0) is None
