@@ -17,6 +17,7 @@ import torch
 from tilewright.errors import NotSupportedError
 from tilewright.launch.context import device_and_stream
 from tilewright.launch.handles import Handle, as_stream_pointer
+from tilewright.ops.workspaces import keep_workspace, take_workspace
 from tilewright.planning.built import BuiltPlan
 from tilewright.planning.explain import Explanation
 from tilewright.planning.graph import Graph
@@ -100,18 +101,14 @@ def run(
 
 
 def _execute(built: BuiltPlan, pack: Operands, fill: Callable[[], Any] | None) -> None:
+    workspace = take_workspace(built)
     if fill is None:
-        built.execute(pack, _workspace(built))
-        return
-    frame = built.bind(pack, _workspace(built))
-    fill()
-    frame.launch()
-
-
-def _workspace(built: BuiltPlan) -> torch.Tensor | None:
-    if not built.workspace_bytes:
-        return None
-    return torch.empty(built.workspace_bytes, dtype=torch.uint8, device=built.device)
+        built.execute(pack, workspace)
+    else:
+        frame = built.bind(pack, workspace)
+        fill()
+        frame.launch()
+    keep_workspace(workspace)
 
 
 def _plan(
