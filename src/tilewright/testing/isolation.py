@@ -66,8 +66,9 @@ def lift_restart_limit(config: pytest.Config) -> None:
 
 
 def has_xdist(config: pytest.Config) -> bool:
-    """True where xdist's options are, under whatever name it was loaded."""
-    return hasattr(config.option, "numprocesses") and hasattr(config.option, "tx")
+    """True where xdist's plugin is registered, under whatever name."""
+    plugins = config.pluginmanager.get_plugins()
+    return any(getattr(plugin, "__name__", None) == "xdist.plugin" for plugin in plugins)
 
 
 def is_worker(config: pytest.Config) -> bool:

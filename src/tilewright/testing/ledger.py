@@ -105,7 +105,8 @@ class Ledger:
             out.line(f"no test of this run asked for --dim {', '.join(unread)}", yellow=True)
         for line in (*self._problems, *self.unblamed):
             out.line(f"ERROR {line}", red=True)
-        out.line(self.totals())
+        if not self._config.option.collectonly:
+            out.line(self.totals())
 
     def totals(self) -> str:
         """One line: how many tests were collected, and what became of them."""

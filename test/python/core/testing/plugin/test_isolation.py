@@ -138,6 +138,7 @@ def test_no_worker_is_injected_where_the_caller_needs_the_process(
     ran = suite({"test_a.py": code}, *arguments)
     assert ran.status == 0, ran.text
     assert ran.lines_with(f"isolation: no worker injected ({why})")
+    assert bool(ran.lines_with("outcomes: ")) == (why != "--collect-only")
 
 
 def test_the_opt_out_variable_injects_no_worker(

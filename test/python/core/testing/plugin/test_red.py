@@ -14,8 +14,6 @@ import pytest
 
 from tilewright.testing import red
 
-pytestmark = pytest.mark.L0
-
 BUGGY = "def twice(x):\n    return x + x + 1\n"
 FIXED = "def twice(x):\n    return 2 * x\n"
 TEST = "from pack import twice\n\n\ndef test_twice():\n    assert twice(2) == 4\n"
@@ -53,6 +51,7 @@ def check(root: Path, fix: str, *tests: str, raises: tuple[str, ...] = ()) -> re
     )
 
 
+@pytest.mark.L0
 def test_a_commit_with_its_test(tmp_path: Path, git: Callable[..., str]) -> None:
     write(tmp_path, "src/pack/__init__.py", FIXED)
     write(tmp_path, "test/test_pack.py", TEST)
@@ -68,6 +67,7 @@ def test_a_commit_with_its_test(tmp_path: Path, git: Callable[..., str]) -> None
     assert git("status", "--porcelain") == ""
 
 
+@pytest.mark.L0
 def test_an_older_commit_and_a_test_written_today(tmp_path: Path, git: Callable[..., str]) -> None:
     write(tmp_path, "src/pack/__init__.py", FIXED)
     git("commit", "-qam", "fix")
@@ -79,6 +79,7 @@ def test_an_older_commit_and_a_test_written_today(tmp_path: Path, git: Callable[
     assert git("status", "--porcelain") == "?? test/\n"
 
 
+@pytest.mark.L1
 @pytest.mark.parametrize("applied", [True, False], ids=["in-the-tree", "not-in-the-tree"])
 def test_a_patch_of_uncommitted_work(
     tmp_path: Path, git: Callable[..., str], applied: bool
@@ -92,6 +93,7 @@ def test_a_patch_of_uncommitted_work(
     assert check(tmp_path, str(patch)).holds
 
 
+@pytest.mark.L1
 def test_a_fix_on_another_branch(tmp_path: Path, git: Callable[..., str]) -> None:
     git("checkout", "-qb", "work")
     write(tmp_path, "src/pack/__init__.py", FIXED)
@@ -103,6 +105,7 @@ def test_a_fix_on_another_branch(tmp_path: Path, git: Callable[..., str]) -> Non
     assert check(tmp_path, "work").holds
 
 
+@pytest.mark.L0
 def test_an_import_error_is_not_red(tmp_path: Path, git: Callable[..., str]) -> None:
     write(tmp_path, "src/pack/extra.py", "def f():\n    return 1\n")
     write(tmp_path, "test/test_pack.py", "from pack.extra import f\n\ndef test_f(): assert f()\n")
@@ -113,6 +116,7 @@ def test_an_import_error_is_not_red(tmp_path: Path, git: Callable[..., str]) -> 
     assert any("could not be collected" in problem for problem in verdict.problems)
 
 
+@pytest.mark.L0
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -136,6 +140,7 @@ def test_what_shows_nothing(
     assert any(problem in line for line in verdict.problems), verdict.problems
 
 
+@pytest.mark.L1
 @pytest.mark.parametrize(
     ("body", "raises"),
     [
@@ -156,6 +161,7 @@ def test_another_failure_counts_where_it_is_named(
     assert verdict.holds, verdict
 
 
+@pytest.mark.L1
 def test_a_set_up_failure_is_not_red(tmp_path: Path, git: Callable[..., str]) -> None:
     write(tmp_path, "src/pack/__init__.py", FIXED)
     git("commit", "-qam", "fix")
@@ -169,6 +175,7 @@ def test_a_set_up_failure_is_not_red(tmp_path: Path, git: Callable[..., str]) ->
     assert any("failed in setup" in problem for problem in verdict.problems), verdict.problems
 
 
+@pytest.mark.L0
 @pytest.mark.parametrize(
     ("fix", "test", "message"),
     [
@@ -192,6 +199,7 @@ def test_questions_that_cannot_be_put(
     assert git("worktree", "list").count("\n") == 1
 
 
+@pytest.mark.L0
 def test_the_command(tmp_path: Path, git: Callable[..., str]) -> None:
     write(tmp_path, "src/pack/__init__.py", FIXED)
     write(tmp_path, "test/test_pack.py", TEST)
