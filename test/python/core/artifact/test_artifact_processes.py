@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def fill(folder: Path, max_bytes: int) -> list[dict[str, int]]:
             Path(f"{folder}.here.{seed}").exists() or child.poll() is not None
             for seed, child in enumerate(children)
         ):
-            pass
+            time.sleep(0.002)
         Path(f"{folder}.go").touch()
         results = [child.communicate(timeout=60) for child in children]
     finally:
