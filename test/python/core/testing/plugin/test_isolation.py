@@ -78,6 +78,9 @@ def test_each_victim_is_failed_by_name_and_the_others_run(suite: Suite) -> None:
     assert "it passed its deadline of 0:00:01" in told
     assert "ran 'test_mixed.py::test_set_up': killed by signal SIGABRT" in told
     assert "collected 'test_ends_collection.py': it exited with status 7" in told
+    # A leak ends with its process: whatever test came next got a new one.
+    assert ran.lines_with("the process ran out of host memory; it runs no further test")
+    assert len(ran.lines_with("replacing crashed worker")) == 7
     # The stacks are with the victim and name the line, without the runner's own frames.
     assert ran.lines_with("in test_hangs_with_the_interpreter_lock")
     assert ran.lines_with("in test_segfault")
