@@ -38,16 +38,19 @@ def replay_freshness(
     subject = as_subject(target)
     given = {name: tensor.clone() for name, tensor in named(operands).items()}
     reference = expected or subject.call
+    # Copies stay alive to the end: a new one at an old address would look like the old one to code
+    # that remembers addresses.
+    alive: list[Tensors] = []
     launch = _launcher(subject, given)
     old = {name: result.clone() for name, result in launch().items()}
-    problem = different(old, _fresh(reference, given), tolerance)
+    problem = different(old, _fresh(reference, given, alive), tolerance)
     if problem:
         return REPLAY.broken(f"the first launch is wrong already: {problem}")
     shown: list[str] = []
     for name, tensor in given.items():
         kept = tensor.clone()
         change(tensor)
-        new = _fresh(reference, given)
+        new = _fresh(reference, given, alive)
         if different(old, new, tolerance) is not None:
             shown.append(name)
             got = launch()
@@ -70,8 +73,9 @@ def change(tensor: torch.Tensor) -> None:
     tensor.copy_(other)
 
 
-def _fresh(reference: Expected, operands: Tensors) -> dict[str, torch.Tensor]:
+def _fresh(reference: Expected, operands: Tensors, alive: list[Tensors]) -> dict[str, torch.Tensor]:
     copies = {name: tensor.clone() for name, tensor in operands.items()}
+    alive.append(copies)
     return {name: result.clone() for name, result in reference(copies).items()}
 
 
