@@ -43,7 +43,8 @@ def run(q, k, v, d_o, g, beta):
     between = peak()
     del out
     found = linear_attention.backward(q, k, v, d_o, g=g, beta=beta)
-    assert all(bool(torch.isfinite(t).all()) for t in found.values())
+    # A sum: isfinite would take another tensor of the size.
+    assert all(bool(torch.isfinite(t.sum())) for t in found.values())
     return results, between, sum(8 * t.numel() for t in found.values())
 run(*small)
 # What is mapped now, not the peak that drawing the operands had.
