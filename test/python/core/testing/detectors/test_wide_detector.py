@@ -9,7 +9,7 @@ from tilewright.testing import detectors
 from tilewright.testing.detectors import Outcome
 from tilewright.testing.detectors.sparse import untouched_bytes
 from tilewright.testing.detectors.subject import Layout
-from tilewright.testing.detectors.wide import wide_layout, wide_operand
+from tilewright.testing.detectors.wide import STRIDES, wide_layout, wide_operand
 
 pytestmark = pytest.mark.L0
 Given = dict[str, torch.Tensor]
@@ -94,6 +94,22 @@ def test_decoys_are_no_elements() -> None:
         wide.flat[wide.decoys] = 1.0
         assert len(wide.decoys) > 0
         assert float(wide.view.abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("stride", [2**29 + 2**28, 2**30, 2**31 - 64, 2**32])
+def test_each_cut_address_is_a_decoy(stride: int, unit: int, signed: bool) -> None:
+    layout = Layout((6, 8), (8, 1), torch.float32, torch.device("cpu"))
+    wide = wide_operand(layout, 0, stride)
+    base, step = wide.view.storage_offset(), wide.view.stride(0)
+    right = {row * step + column for row in range(6) for column in range(8)}
+    room = range(-base, wide.flat.numel() - base)
+    led = {cut(offset * unit, 32, signed=signed) // unit for offset in right} - right
+    # With the strides that the detector takes every cut leads elsewhere; with others not each does.
+    assert led or stride not in STRIDES
+    expected = {place for place in led if place in room}
+    assert expected <= set((wide.decoys - base).tolist())
 
 
 def test_the_layout_is_told() -> None:

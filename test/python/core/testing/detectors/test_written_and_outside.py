@@ -98,6 +98,16 @@ def test_rows_left_out_are_seen(function: object, rows: str, operands: Given) ->
     assert rows in verdict.text
 
 
+def test_noise_is_no_unwritten_element(operands: Given) -> None:
+    generator = torch.Generator().manual_seed(8)
+
+    def noisy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b + torch.rand(a.shape, generator=generator)
+
+    assert detectors.every_element_written(noisy, operands).outcome is Outcome.HELD
+    assert detectors.nothing_outside_read(noisy, operands).outcome is Outcome.HELD
+
+
 def test_one_element_left_out_is_seen(operands: Given) -> None:
     with pytest.raises(AssertionError, match=r"1 of 96 elements, first at \(0, 2, 3\)"):
         detectors.assert_every_element_written(leaves_one_element, operands)
