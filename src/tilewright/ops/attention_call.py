@@ -166,18 +166,27 @@ def attention_gradients(
     want_dsink: bool,
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv, and dbias, dsink if wanted, of a loss on O and on Stats; one of them is given."""
-    v = call.operands["v"]
     do = torch.zeros_like(o) if do is None else stepped(do)
-    dsink_of_stats = None
-    if dstats is not None:
-        dsink_of_stats = _sink_share(call, stats, dstats)
-        call, o, do = _with_stats_gradient(call, o, do, dstats)
-    grads = attention_backward(call, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
-    if grads["dv"].shape != v.shape:
-        grads["dv"] = grads["dv"][..., : v.shape[-1]]
+    if dstats is None:
+        return attention_backward(call, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
+    dsink_of_stats = _sink_share(call, stats, dstats)
+    # dStats is a column of dO there, and 16 bits would round it, or overflow.
+    wide, o, do = _with_stats_gradient(_widened(call), _widen(o), _widen(do), dstats)
+    grads = attention_backward(wide, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
+    grads["dv"] = grads["dv"][..., : call.operands["v"].shape[-1]]
     if want_dsink and dsink_of_stats is not None:
-        grads["dsink"] = grads["dsink"] + dsink_of_stats.to(grads["dsink"].dtype)
-    return grads
+        grads["dsink"] = grads["dsink"] + dsink_of_stats
+    return {name: grad.to(call.operands[name[1:]].dtype) for name, grad in grads.items()}
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _widened(call: Call) -> Call:
+    """The same call on float32 operands where they are 16-bit; lengths and tables stay."""
+    operands = {name: _widen(tensor) for name, tensor in call.operands.items()}
+    return Call(call.options, operands, call.engine, call.stream)
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -369,6 +369,26 @@ def test_the_backward_drops_what_the_forward_dropped() -> None:
         (o.sum() + stats.sum()).backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("weight", "size"), [(3e5, 0.01), (1.0, 1.0), (2e-8, 30.0)])
+def test_a_loss_on_stats_keeps_its_range_in_16_bits(
+    dtype: torch.dtype, weight: float, size: float
+) -> None:
+    # A z-loss under a gradient scaler: its weight is beyond, or below, what float16 holds, and
+    # the gradients of q and k are not.
+    generator = torch.Generator().manual_seed(19)
+    q, k, v = ((size * draw(generator, 1, 2, 4, 8)).to(dtype).requires_grad_() for _ in range(3))
+    _, stats = ops.sdpa(q, k, v, scale=1.0, return_stats=True)
+    (weight * stats).sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    (weight * reference(*wide, scale=1.0)[1]).sum().backward()
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for given, expected in zip((q, k), wide, strict=False):
+        bound = 2e-2 * expected.grad.abs().max() + step
+        assert expected.grad.abs().max() > 2 * step
+        assert (given.grad.double() - expected.grad).abs().max() <= bound
+
+
 def test_gate_describes_the_output_and_not_the_statistics() -> None:
     # O7.
     generator = torch.Generator().manual_seed(14)
