@@ -42,6 +42,8 @@ def sweep(tree: Path) -> Run:
             cwd=tree,
             env={
                 "PATH": "/usr/bin:/bin",
+                # Before pytest 9, `pythonpath` comes after plugins of the command line.
+                "PYTHONPATH": str(tree / "src"),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TILEWRIGHT_NO_ISOLATION": "1",
                 # Other installed plugins take most of a start.

@@ -88,13 +88,13 @@ def strip(code: str) -> str:
 
 
 def test_repro_runs_exactly_the_printed_case(suite: Suite) -> None:
-    failing = suite({"test_a.py": DRAWS}, "--seed", "5", "--dim", "s_q=77")
+    failing = suite({"test_a.py": DRAWS}, "--seed", "5", "--dim", "s_q=77", "-n0")
     printed = [line for line in failing.text.splitlines() if line.startswith("--repro ")]
     assert len(printed) == 2, failing.text
     arguments = shlex.split(printed[1])
     assert "'s_q': 77" in arguments[1] and "'seed': 5" in arguments[1]
     # No --seed and no --dim here: the case carries them. A level or name filter does not count.
-    again = suite({"test_a.py": DRAWS}, *arguments, "-k", "nothing")
+    again = suite({"test_a.py": DRAWS}, *arguments, "-k", "nothing", "-n0")
     assert again.outcomes == {"collected": 1, "failed": 1}, again.text
     assert drawn(again) == drawn(failing)[1:]
     changed = arguments[1].replace("'heads': ", "'heads': 1")
@@ -131,7 +131,7 @@ def test_bad_values_are_usage_errors(
 
 def test_a_dimension_that_no_test_takes_is_told(suite: Suite) -> None:
     code = "def test_a(draws): assert draws.dim('d', 64) == 32\n"
-    ran = suite({"test_a.py": code}, "--dim", "d=32", "--dim", "s_kv=5")
+    ran = suite({"test_a.py": code}, "--dim", "d=32", "--dim", "s_kv=5", "-n0")
     assert ran.status == 0, ran.text
     assert ran.lines_with("no test of this run asked for --dim s_kv")
 

@@ -38,7 +38,7 @@ def test_the_page_names_everything() -> None:
 
 def test_the_pages_suite_runs(suite: Suite) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```\n", PAGE, re.MULTILINE | re.DOTALL)
-    ran = suite({"test_page.py": blocks[0]}, more_ini="tilewright_levels = true\n")
+    ran = suite({"test_page.py": blocks[0]}, "-n0", more_ini="tilewright_levels = true\n")
     assert ran.status == 0, ran.text
     assert ran.outcomes == {"collected": 4, "passed": 2, "skipped": 2}, ran.text
     assert ran.lines_with("1 declined: q: head size 512 is above 256")
