@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from tilewright.errors import BindingError
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -58,6 +60,19 @@ def require_broadcast(name: str, tensor: torch.Tensor, shape: Sequence[int], rul
         raise BindingError(
             f"{name}: shape {tuple(tensor.shape)} does not broadcast to {tuple(shape)}: {rule}"
         )
+
+
+def require_number(name: str, value: Any) -> float:
+    """``value`` as a float that float32 holds, which is what engines compute scalars in.
+
+    Raises:
+        BindingError: if it is no number, or none that float32 holds.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat):
+        raise BindingError(f"{name}: got {value!r}; expected a number")
+    if not abs(float(value)) <= _FLOAT32_MAX:
+        raise BindingError(f"{name}: got {value!r}; expected a finite number that float32 holds")
+    return float(value)
 
 
 def require_choice(name: str, value: Any, accepted: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tilewright.ops.arguments import (
     require_choice,
     require_device,
     require_float,
+    require_number,
     require_shape,
     require_tensor,
 )
@@ -467,17 +468,21 @@ def _options(
     **bounds: Any,
 ) -> AttentionOptions:
     require_choice("align", align, ("top_left", "bottom_right"))
-    sides = (None, None) if window is None else tuple(window)
-    if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
+    sides = (None, None) if window is None else window
+    if (
+        not isinstance(sides, tuple | list)
+        or len(sides) != 2
+        or any(side is not None and (not isinstance(side, int) or side < 0) for side in sides)
+    ):
         raise BindingError(f"window: got {window!r}; expected (left, right), each >= 0 or None")
-    if not 0.0 <= dropout_p < 1.0:
+    if not 0.0 <= require_number("dropout_p", dropout_p) < 1.0:
         raise BindingError(f"dropout_p: got {dropout_p!r}; expected 0 <= dropout_p < 1")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
+    if soft_cap is not None and not require_number("soft_cap", soft_cap) > 0:
         raise BindingError(f"soft_cap: got {soft_cap!r}; expected a finite number > 0, or None")
     if depth < 1:
         raise BindingError("q: its last axis, the head size, is 0; expected at least 1")
-    if scale is not None and not math.isfinite(scale):
-        raise BindingError(f"scale: got {scale!r}; expected a finite number")
+    if scale is not None:
+        scale = require_number("scale", scale)
     if scale is None and not torch.compiler.is_compiling():
         scale = depth**-0.5
     return AttentionOptions(
@@ -554,9 +559,9 @@ def _require_integers(name: str, tensor: torch.Tensor, device: torch.device) -> 
 
 
 def _require_length(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
         raise BindingError(f"{name}: got {value!r}; expected an int >= 0")
-    return value
+    return value if isinstance(value, int) else operator.index(value)
 
 
 def _counter(name: str, value: int | torch.Tensor) -> torch.Tensor:

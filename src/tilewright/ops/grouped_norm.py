@@ -23,6 +23,7 @@ from tilewright.ops.arguments import (
     forbid_grad_with_out,
     require_device,
     require_float,
+    require_number,
     require_shape,
     require_tensor,
 )
@@ -75,7 +76,7 @@ def group_norm(
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     )
-    options = _Options(num_groups, float(eps))
+    options = _Options(num_groups, require_number("eps", eps))
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
         forbid_stream(stream)

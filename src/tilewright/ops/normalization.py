@@ -22,6 +22,7 @@ from tilewright.ops.arguments import (
     forbid_grad_with_out,
     require_device,
     require_float,
+    require_number,
     require_shape,
     require_tensor,
 )
@@ -52,7 +53,14 @@ def rms_norm(
         BindingError: naming the argument, what came and what is accepted.
     """
     return _norm(
-        _Kind("rmsnorm", float(eps), float(offset)), x, weight, bias, residual, out, engine, stream
+        _Kind("rmsnorm", require_number("eps", eps), require_number("offset", offset)),
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        engine,
+        stream,
     )
 
 
@@ -73,7 +81,14 @@ def layer_norm(
         BindingError: naming the argument, what came and what is accepted.
     """
     return _norm(
-        _Kind("layernorm", float(eps), 0.0), x, weight, bias, residual, out, engine, stream
+        _Kind("layernorm", require_number("eps", eps), 0.0),
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        engine,
+        stream,
     )
 
 

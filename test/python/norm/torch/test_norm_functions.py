@@ -156,6 +156,8 @@ WRONG = [
     (lambda: ops.layer_norm(torch.zeros(3), torch.zeros(3, 1)), "weight: shape (3, 1) has 2 axes"),
     (lambda: ops.layer_norm(torch.zeros(2, 3), residual=torch.zeros(3)), "residual: shape (3,)"),
     (lambda: ops.rms_norm(torch.zeros(3), torch.zeros(3, device="meta")), "weight: on meta"),
+    (lambda: ops.rms_norm(torch.zeros(3), eps=None), "eps: got None; expected a number"),
+    (lambda: ops.layer_norm(torch.zeros(3), eps=1e39), "eps: got 1e+39; expected a finite number"),
     (lambda: ops.rms_norm(torch.zeros(3), out=torch.zeros(2)), "out: shape (2,); expected (3,)"),
 ]
 

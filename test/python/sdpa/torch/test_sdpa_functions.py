@@ -506,7 +506,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("window", {"window": (-1, 0)}, "window: got (-1, 0)"),
     ("dropout", {"dropout_p": 1.0}, "dropout_p: got 1.0; expected 0 <= dropout_p < 1"),
     ("cap", {"soft_cap": 0.0}, "soft_cap: got 0.0; expected a finite number > 0"),
-    ("no cap", {"soft_cap": math.inf}, "soft_cap: got inf; expected a finite number > 0"),
+    (
+        "no cap",
+        {"soft_cap": math.inf},
+        "soft_cap: got inf; expected a finite number that float32 holds",
+    ),
+    ("window type", {"window": 3}, "window: got 3; expected (left, right)"),
+    ("scale type", {"scale": "a"}, "scale: got 'a'; expected a number"),
+    ("huge scale", {"scale": 1e300}, "scale: got 1e+300; expected a finite number that float32"),
+    ("dropout type", {"dropout_p": None}, "dropout_p: got None; expected a number"),
     ("scale", {"scale": math.nan}, "scale: got nan; expected a finite number"),
     (
         "mask type",
