@@ -62,7 +62,17 @@ _EXPORTS = {
 }
 # Submodules that are part of the public surface. "graph" is both the declarative package and the
 # vocabulary's context manager: the package is callable (see tilewright.graph).
-_SUBMODULES = ("ops", "nn", "oracle", "integrations", "graph", "engines", "artifact", "cli")
+_SUBMODULES = (
+    "ops",
+    "nn",
+    "oracle",
+    "integrations",
+    "graph",
+    "engines",
+    "artifact",
+    "testing",
+    "cli",
+)
 
 __all__ = sorted([*_EXPORTS, *_SUBMODULES, "__version__"])
 
