@@ -163,12 +163,14 @@ def _prepare_fused(operation: Any, layout: Layout, device: torch.device) -> Kern
     load_bias = casts.loader(bias, affine_dtype, device) if bias is not None else None
     epsilon = scalar_reader(operation, "epsilon", device)
     store = casts.storer(y)
-    shape = list(layout.shape)
+    shape, axes = list(layout.shape), layout.axes
+    on_host = device.type == "cpu"
 
     def run(inputs: Operands, outputs: Operands) -> None:
         shift = load_bias(inputs["bias"]).reshape(shape) if load_bias is not None else None
+        x = load(inputs["input"])
         result, mean, inverse = torch.native_layer_norm(
-            load(inputs["input"]),
+            x,
             shape,
             load_scale(inputs["scale"]).reshape(shape),
             shift,
@@ -176,6 +178,9 @@ def _prepare_fused(operation: Any, layout: Layout, device: torch.device) -> Kern
         )
         store(outputs["Y"], result)
         if save is not None:
+            if on_host and not bool(mean.isfinite().all()):
+                # ATen's running formula makes NaN of a row with an infinity; the sum does not.
+                mean = torch.mean(x.to(mean.dtype), axes, keepdim=True)
             save(outputs, mean, inverse)
 
     return run

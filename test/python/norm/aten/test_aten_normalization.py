@@ -241,3 +241,22 @@ def test_large_inputs_take_the_path_without_large_temporaries(check_graph, kind,
     assert x.numel() >= normalization._IN_PLACE_FROM
     graph, feeds, _ = _forward(kind, x, scale, bias)
     check_graph(graph, feeds, factor=16)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_the_mean_of_a_row_with_an_infinity_is_infinite(value: float) -> None:
+    # ATen's running formula makes NaN of it; the sum is what the operation is defined by.
+    graph = tilewright.Graph(io_data_type="float32", handle=tilewright.create_handle("cpu"))
+    x, scale, bias = graph.tensor((2, 4)), graph.tensor((1, 4)), graph.tensor((1, 4))
+    phase = tilewright.norm_forward_phase.TRAINING
+    y, mean, inverse = graph.layernorm(phase, x, scale, bias, graph.tensor_scalar(1e-5))
+    for tensor in (y, mean, inverse):
+        tensor.set_output(True)
+    graph.build()
+    rows = torch.ones(2, 4)
+    rows[0, 2] = value
+    made = {y: torch.empty(2, 4), mean: torch.empty(2, 1), inverse: torch.empty(2, 1)}
+    graph.execute({x: rows, scale: torch.ones(1, 4), bias: torch.zeros(1, 4), **made})
+    assert made[mean].flatten().tolist() == [value, 1.0]
+    assert torch.isnan(made[inverse][0]) and torch.isnan(made[y][0]).all()
+    assert torch.equal(made[y][1], torch.zeros(4))

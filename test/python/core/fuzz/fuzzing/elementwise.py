@@ -9,9 +9,10 @@ from tilewright.dtypes import DataType
 from tilewright.graph.enums import reduction_mode, reshape_mode
 from tilewright.graph.operations.pointwise_modes import POINTWISE_MODES, PointwiseKind
 
-# Functions with a step: a rounding before them may become a whole step after them.
+# Functions with a step: a rounding before them may become a whole step after them. That of a
+# quotient is at a denominator of 0, where it changes its sign.
 STEPPED_MODES = frozenset(
-    {"ceil", "floor", "mod", "relu_backward", "leaky_relu_backward"}
+    {"ceil", "floor", "mod", "relu_backward", "leaky_relu_backward", "reciprocal", "div"}
     | {mode for mode, row in POINTWISE_MODES.items() if row.kind is PointwiseKind.COMPARE}
     | {mode for mode, row in POINTWISE_MODES.items() if row.kind is PointwiseKind.LOGICAL}
 )
