@@ -1,4 +1,4 @@
-"""Functions on torch tensors: attention, norms, rotary embedding, linear layers.
+"""Functions on torch tensors: attention, norms, rotary embedding, linear and causal layers.
 
 Each builds a graph once for what it was called with, keeps the plan, and has autograd through the
 graph's own backward operations.
@@ -9,6 +9,8 @@ from tilewright.ops.attention import sdpa as sdpa
 from tilewright.ops.attention import sdpa_decode as sdpa_decode
 from tilewright.ops.attention import sdpa_paged as sdpa_paged
 from tilewright.ops.attention import sdpa_varlen as sdpa_varlen
+from tilewright.ops.causal_convolution import conv1d_causal as conv1d_causal
+from tilewright.ops.causal_convolution import conv1d_causal_update as conv1d_causal_update
 from tilewright.ops.grouped_norm import group_norm as group_norm
 from tilewright.ops.normalization import layer_norm as layer_norm
 from tilewright.ops.normalization import rms_norm as rms_norm
@@ -22,6 +24,8 @@ from tilewright.ops.rotary import rope as rope
 __all__ = [
     "cached_explanations",
     "clear_plan_cache",
+    "conv1d_causal",
+    "conv1d_causal_update",
     "dequantize",
     "group_norm",
     "layer_norm",

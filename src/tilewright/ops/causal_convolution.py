@@ -1,0 +1,333 @@
+"""Depthwise causal convolution along time, and its one-step update for decoding.
+
+    y[b, t, c] = act(bias[c] + sum over w of weight[c, w] * x[b, t - W + 1 + w, c])
+
+What lies before a sequence is its initial state, zeros without one. The product is the graph's
+convolution with one group a channel, over each sequence with its state in front. Source: Mamba (Gu
+and Dao 2023), whose causal-conv1d package lays its operands out so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.dtypes import DataType
+from tilewright.errors import BindingError
+from tilewright.graph.enums import reduction_mode
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.ops.arguments import (
+    compact,
+    require_choice,
+    require_device,
+    require_float,
+    require_shape,
+    require_tensor,
+)
+from tilewright.ops.first_order import first_order
+from tilewright.ops.plan_cache import operands_key, run
+
+_ACTIVATIONS = (None, "silu", "swish")
+
+
+def conv1d_causal(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    engine: str | None = None,
+    stream: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Convolve x (B, T, C) with weight (C, W) along T, each channel by itself.
+
+    Args:
+        x: (B, T, C), any strides.
+        weight: (C, W), W at least 1; tap W - 1 meets the newest input.
+        bias: (C,).
+        activation: None, or "silu" ("swish" is the same).
+        initial_state: (N, C, W - 1), the inputs before each of the N sequences, oldest first.
+        return_final_state: also return the last W - 1 inputs, (N, C, W - 1) in x's dtype.
+        cu_seqlens: (N + 1,) int32 or int64 running sums of sequences packed along T, with B = 1;
+            without it N = B. Tokens of no sequence give 0.
+        engine: run this engine or raise.
+        stream: where to run.
+
+    Returns:
+        y (B, T, C), or (y, final state). Differentiable in all floating operands.
+
+    Raises:
+        BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+    """
+    require_float("x", require_tensor("x", x, 3))
+    channels, width = _check_weight(weight, bias, x, x.shape[2])
+    require_choice("activation", activation, _ACTIVATIONS)
+    batch, length, _ = x.shape
+    count = batch
+    if cu_seqlens is not None:
+        _check_prefix(cu_seqlens, x)
+        count = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        require_tensor("initial_state", initial_state, 3)
+        require_shape("initial_state", initial_state, (count, channels, width - 1), "(N, C, W - 1)")
+        require_device("initial_state", initial_state, x.device)
+    state = (
+        x.new_zeros((count, channels, width - 1))
+        if initial_state is None
+        else initial_state.to(x.dtype)
+    )
+    inputs = x.transpose(1, 2)
+    if cu_seqlens is None:
+        line = torch.cat((state, inputs), dim=2)
+        y = _convolve(line, weight, bias, activation, engine, stream)
+        final = line[:, :, length:]
+    else:
+        line, taken, ends, is_in = _packed_line(inputs[0], state, cu_seqlens, width)
+        whole = _convolve(line[None], weight, bias, activation, engine, stream)
+        # Column j of the result is of the window that ends at column j + W - 1 of the line.
+        y = torch.where(is_in, whole.index_select(2, taken - (width - 1)), whole.new_zeros(()))
+        tail = ends[:, None] + torch.arange(1 - width, 0, device=x.device)
+        final = line[:, tail.flatten()].view(channels, count, width - 1).transpose(0, 1)
+    y = y.transpose(1, 2)
+    return (y, final.contiguous()) if return_final_state else y
+
+
+def conv1d_causal_update(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    engine: str | None = None,
+    stream: Any = None,
+) -> torch.Tensor:
+    """One decoding step: x (B, C), or T new tokens (B, T, C); ``state`` is updated in place.
+
+    ``state`` is (B, C, W - 1), the newest inputs, oldest first. Returns y of x's shape. For
+    inference: nothing is differentiable.
+
+    Raises:
+        BindingError: naming the argument, what came and what is accepted.
+    """
+    require_float("x", require_tensor("x", x))
+    if x.dim() not in (2, 3):
+        raise BindingError(f"x: shape {tuple(x.shape)}; expected (B, C) or (B, T, C)")
+    tokens = x if x.dim() == 3 else x.unsqueeze(1)
+    channels, width = _check_weight(weight, bias, x, x.shape[-1])
+    require_shape(
+        "state", require_tensor("state", state), (x.shape[0], channels, width - 1), "(B, C, W - 1)"
+    )
+    with torch.no_grad():
+        y, final = conv1d_causal(
+            tokens,
+            weight,
+            bias,
+            activation=activation,
+            initial_state=state,
+            return_final_state=True,
+            engine=engine,
+            stream=stream,
+        )
+        state.copy_(final)
+    return y if x.dim() == 3 else y.squeeze(1)
+
+
+def _convolve(
+    line: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    engine: str | None,
+    stream: Any,
+) -> torch.Tensor:
+    """(N, C, L) with (C, W): (N, C, L - W + 1) in the line's dtype."""
+    if line.shape[2] < weight.shape[1]:
+        # No token at all: nothing but states in the line.
+        return line[:, :, :0]
+    result: torch.Tensor = _ConvolutionFunction.apply(  # type: ignore[no-untyped-call]
+        line, weight, bias, activation is not None, engine, stream
+    )
+    return result
+
+
+class _ConvolutionFunction(torch.autograd.Function):
+    """Saves the product before the activation, which its gradient is a function of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        line: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        has_activation: bool,
+        engine: str | None,
+        stream: Any,
+    ) -> torch.Tensor:
+        made = _forward(line, weight, bias, has_activation, engine, stream)
+        ctx.save_for_backward(line, weight, made.get("product"))
+        ctx.call = (None if bias is None else bias.dtype, has_activation, engine, stream)
+        return made["y"]
+
+    @staticmethod
+    @first_order("conv1d_causal")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        line, weight, product = ctx.saved_tensors
+        bias_type, has_activation, engine, stream = ctx.call
+        outputs = {"dline": torch.empty_like(line), "dweight": torch.empty_like(weight)}
+        if bias_type is not None:
+            outputs["dbias"] = torch.empty(
+                (1, line.shape[1], 1), dtype=bias_type, device=line.device
+            )
+        inputs = {"line": line, "weight": weight.unsqueeze(1), "grad": grad.contiguous()}
+        if product is not None:
+            inputs["product"] = product
+
+        def declare(graph: DeclaredGraph) -> None:
+            named = _declare(graph, inputs)
+            loss = named["grad"]
+            if has_activation:
+                loss = graph.swish_backward(loss, named["product"])
+            _finish(
+                graph.conv_dgrad(loss, named["weight"], padding=[0], stride=[1], dilation=[1]),
+                "dline",
+                outputs["dline"],
+            )
+            _finish(
+                graph.conv_wgrad(named["line"], loss, padding=[0], stride=[1], dilation=[1]),
+                "dweight",
+                outputs["dweight"].unsqueeze(1),
+            )
+            if bias_type is not None:
+                total = graph.reduction(loss, reduction_mode.ADD)
+                _finish(total, "dbias", outputs["dbias"])
+
+        key = (has_activation, operands_key(inputs), operands_key(outputs))
+        bound = outputs | {"dweight": outputs["dweight"].unsqueeze(1)}
+        run(
+            "conv1d_causal_backward",
+            key,
+            declare,
+            inputs,
+            bound,
+            device=line.device,
+            engine=engine,
+            stream=stream,
+        )
+        dbias = outputs["dbias"].flatten() if bias_type is not None else None
+        return outputs["dline"], outputs["dweight"], dbias, None, None, None
+
+
+def _forward(
+    line: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    has_activation: bool,
+    engine: str | None,
+    stream: Any,
+) -> dict[str, torch.Tensor]:
+    inputs = {"line": line, "weight": weight.unsqueeze(1)}
+    if bias is not None:
+        inputs["bias"] = bias.view(1, -1, 1)
+    shape = (*line.shape[:2], line.shape[2] - weight.shape[1] + 1)
+    outputs = {"y": torch.empty(shape, dtype=line.dtype, device=line.device)}
+    if has_activation:
+        outputs["product"] = torch.empty(shape, dtype=line.dtype, device=line.device)
+
+    def declare(graph: DeclaredGraph) -> None:
+        named = _declare(graph, inputs)
+        product = graph.conv_fprop(
+            named["line"], named["weight"], padding=[0], stride=[1], dilation=[1]
+        )
+        if bias is not None:
+            product = graph.bias(product, named["bias"])
+        if has_activation:
+            _finish(product, "product", outputs["product"])
+            product = graph.swish(product)
+        _finish(product, "y", outputs["y"])
+
+    key = (has_activation, operands_key(inputs), operands_key(outputs))
+    run(
+        "conv1d_causal",
+        key,
+        declare,
+        inputs,
+        outputs,
+        device=line.device,
+        engine=engine,
+        stream=stream,
+    )
+    return outputs
+
+
+def _packed_line(
+    x: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All sequences in one line (C, T + N (W - 1)), each behind its state; nothing waits.
+
+    Also the column of each token, the column behind each sequence's last token, and whether a
+    token is in a sequence at all.
+    """
+    count, before = state.shape[0], width - 1
+    sums = compact(cu_seqlens).to(torch.int64)
+    tokens = torch.arange(x.shape[1], device=x.device)
+    sequence = torch.searchsorted(sums, tokens, right=True) - 1
+    is_in = (sequence >= 0) & (sequence < count)
+    sequence = sequence.clamp(0, max(count - 1, 0))
+    taken = tokens + (sequence + 1) * before
+    starts = sums[:-1] + torch.arange(count, device=x.device) * before
+    ends = sums[1:] + torch.arange(1, count + 1, device=x.device) * before
+    columns = (starts[:, None] + torch.arange(before, device=x.device)).flatten()
+    line = x.new_zeros((x.shape[0], x.shape[1] + count * before))
+    kept = torch.where(is_in, x, x.new_zeros(()))
+    line = line.index_add(1, taken, kept)
+    line = line.index_copy(1, columns, state.transpose(0, 1).reshape(x.shape[0], -1))
+    return line, taken, ends, is_in
+
+
+def _check_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, channels: int
+) -> tuple[int, int]:
+    require_tensor("weight", weight, 2)
+    if weight.shape[1] < 1:
+        raise BindingError(f"weight: shape {tuple(weight.shape)}; expected (C, W), W at least 1")
+    require_shape("weight", weight, (channels, weight.shape[1]), "(C, W) with x's C")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if require_tensor(name, tensor).dtype is not x.dtype:
+            raise BindingError(f"{name}: data type {tensor.dtype}; expected x's {x.dtype}")
+        require_device(name, tensor, x.device)
+    if bias is not None:
+        require_shape("bias", bias, (channels,), "one entry a channel")
+    return channels, int(weight.shape[1])
+
+
+def _check_prefix(cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
+    require_tensor("cu_seqlens", cu_seqlens, 1)
+    require_device("cu_seqlens", cu_seqlens, x.device)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise BindingError(f"cu_seqlens: data type {cu_seqlens.dtype}; expected int32 or int64")
+    if x.shape[0] != 1 or cu_seqlens.shape[0] < 1:
+        raise BindingError(
+            f"cu_seqlens: shape {tuple(cu_seqlens.shape)} with x {tuple(x.shape)}; expected "
+            "(N + 1,) with a batch of 1"
+        )
+
+
+def _declare(graph: DeclaredGraph, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    if inputs["line"].dtype is torch.float64:
+        graph.intermediate_data_type = DataType.DOUBLE
+    return {
+        name: graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
+    }
+
+
+def _finish(made: Any, name: str, buffer: torch.Tensor) -> None:
+    made.set_output(True).set_name(name).set_data_type(buffer.dtype)
+    made.set_dim(buffer.shape).set_stride(buffer.stride())
