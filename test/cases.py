@@ -351,7 +351,14 @@ CASES: tuple[Case, ...] = (
             f"{P}/moe/aten",
         ),
     ),
-    Case("O10", "convolution in three directions", (f"{P}/conv/aten/test_aten_convolution.py",)),
+    Case(
+        "O10",
+        "convolution in three directions; causal, with its decoding step",
+        (
+            f"{P}/conv/aten/test_aten_convolution.py",
+            f"{P}/causal_conv/torch/test_conv1d_causal_function.py",
+        ),
+    ),
     Case(
         "O11",
         "normalizations, backward, residual, quantized results",
@@ -444,7 +451,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "report 14",
         "causal convolution of one and two tokens",
-        (f"{P}/causal_conv/oracle/test_oracle_causal_convolution.py",),
+        (f"{P}/causal_conv/torch/test_conv1d_causal_function.py",),
     ),
     Case(
         "report 15",
