@@ -13,17 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewright.errors import NotSupportedError
 
 NAMESPACE = "tilewright"
+_modes_on_stack = torch._C._len_torch_dispatch_stack
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 def is_traced(*operands: torch.Tensor | None) -> bool:
     """True if a call with these operands must go through its registered operator."""
-    if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
+    # The stack is the thread's own; torch's is_in_torch_dispatch_mode() is one flag for all
+    # threads, which two that enter and leave modes at once can leave set.
+    if torch.compiler.is_dynamo_compiling() or _modes_on_stack():
         return True
     # A loop, which takes a third of the time of any(): this is asked at each eager call.
     for operand in operands:  # noqa: SIM110

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from functorch.compile import aot_function, nop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _python_dispatch
 
 from tilewright import nn, ops
 from tilewright.errors import BindingError, NotSupportedError
+from tilewright.ops.custom import is_traced
 
 pytestmark = pytest.mark.L0
 
@@ -333,3 +336,31 @@ def test_eager_calls_go_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> 
     generator = torch.Generator().manual_seed(12)
     for name, (function, make) in CASES.items():
         assert gradients(function, make(generator)), name
+
+
+def test_modes_of_other_threads_do_not_make_a_call_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that leave their modes in the order they entered them, not the reverse."""
+    # torch's own flag, which this leaves set, is put back afterwards.
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False, raising=False)
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with FakeTensorMode():
+            first_in.set()
+            assert second_in.wait(10)
+        first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(10)
+        with FakeTensorMode():
+            second_in.set()
+            assert first_out.wait(10)
+
+    threads = [threading.Thread(target=body) for body in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not is_traced(torch.ones(1))
+    with FakeTensorMode():
+        assert is_traced(torch.ones(1))
