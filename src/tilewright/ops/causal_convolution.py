@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from tilewright.dtypes import DataType
 from tilewright.errors import BindingError
 from tilewright.graph.enums import reduction_mode
 from tilewright.graph.graph import DeclaredGraph
@@ -25,6 +24,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
+from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
 
@@ -189,23 +189,23 @@ class _ConvolutionFunction(torch.autograd.Function):
             inputs["product"] = product
 
         def declare(graph: DeclaredGraph) -> None:
-            named = _declare(graph, inputs)
+            named = declare_all(graph, inputs)
             loss = named["grad"]
             if has_activation:
                 loss = graph.swish_backward(loss, named["product"])
-            _finish(
+            bind_output(
                 graph.conv_dgrad(loss, named["weight"], padding=[0], stride=[1], dilation=[1]),
                 "dline",
                 outputs["dline"],
             )
-            _finish(
+            bind_output(
                 graph.conv_wgrad(named["line"], loss, padding=[0], stride=[1], dilation=[1]),
                 "dweight",
                 outputs["dweight"].unsqueeze(1),
             )
             if bias_type is not None:
                 total = graph.reduction(loss, reduction_mode.ADD)
-                _finish(total, "dbias", outputs["dbias"])
+                bind_output(total, "dbias", outputs["dbias"])
 
         key = (has_activation, operands_key(inputs), operands_key(outputs))
         bound = outputs | {"dweight": outputs["dweight"].unsqueeze(1)}
@@ -240,16 +240,16 @@ def _forward(
         outputs["product"] = torch.empty(shape, dtype=line.dtype, device=line.device)
 
     def declare(graph: DeclaredGraph) -> None:
-        named = _declare(graph, inputs)
+        named = declare_all(graph, inputs)
         product = graph.conv_fprop(
             named["line"], named["weight"], padding=[0], stride=[1], dilation=[1]
         )
         if bias is not None:
             product = graph.bias(product, named["bias"])
         if has_activation:
-            _finish(product, "product", outputs["product"])
+            bind_output(product, "product", outputs["product"])
             product = graph.swish(product)
-        _finish(product, "y", outputs["y"])
+        bind_output(product, "y", outputs["y"])
 
     key = (has_activation, operands_key(inputs), operands_key(outputs))
     run(
@@ -318,16 +318,3 @@ def _check_prefix(cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
             f"cu_seqlens: shape {tuple(cu_seqlens.shape)} with x {tuple(x.shape)}; expected "
             "(N + 1,) with a batch of 1"
         )
-
-
-def _declare(graph: DeclaredGraph, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    if inputs["line"].dtype is torch.float64:
-        graph.intermediate_data_type = DataType.DOUBLE
-    return {
-        name: graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
-    }
-
-
-def _finish(made: Any, name: str, buffer: torch.Tensor) -> None:
-    made.set_output(True).set_name(name).set_data_type(buffer.dtype)
-    made.set_dim(buffer.shape).set_stride(buffer.stride())

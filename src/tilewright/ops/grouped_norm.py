@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright.dtypes import DataType
-from tilewright.errors import BindingError, NotSupportedError
+from tilewright.errors import BindingError
 from tilewright.graph.enums import norm_forward_phase, reduction_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import MAX_RANK, Tensor
@@ -28,6 +28,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
+from tilewright.ops.declaring import bind_output
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
 
@@ -147,7 +148,7 @@ def _forward(
             if name in named and value is not None:
                 value = combine(value.set_data_type(kept), named[name])
         for name, tensor in zip(outputs, (value, *made[1:]), strict=False):
-            _finish(tensor, name, outputs[name])
+            bind_output(tensor, name, outputs[name])
 
     key = (options, operands_key(inputs), operands_key(outputs))
     run("group_norm", key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
@@ -187,7 +188,7 @@ def _backward(
             scaled = graph.mul(incoming, named["weight"]).set_data_type(kept)
         statistics = (named["mean"], named["inv_variance"])
         found = graph.instancenorm_backward(scaled, source, named["ones"], *statistics)
-        _finish(found[0], "dx", outputs["dx"])
+        bind_output(found[0], "dx", outputs["dx"])
         products = {"dbias": incoming}
         if "dweight" in outputs:
             centered = graph.sub(source, named["mean"]).set_data_type(kept)
@@ -196,7 +197,7 @@ def _backward(
         for name, product in products.items():
             if name in outputs:
                 total = graph.reduction(product, reduction_mode.ADD)
-                _finish(total.set_dim(outputs[name].shape), name, outputs[name])
+                bind_output(total.set_dim(outputs[name].shape), name, outputs[name])
 
     run(
         "group_norm_backward",
@@ -249,13 +250,6 @@ def _declare_operands(graph: DeclaredGraph, inputs: Operands) -> tuple[dict[str,
         name: graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
     }
     return named, kept
-
-
-def _finish(made: Tensor | None, name: str, buffer: torch.Tensor) -> None:
-    if made is None:
-        raise NotSupportedError(f"group_norm: the graph makes no {name}")
-    made.set_output(True).set_name(name).set_data_type(buffer.dtype)
-    made.set_dim(buffer.shape).set_stride(buffer.stride())
 
 
 def _compute(

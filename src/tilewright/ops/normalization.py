@@ -17,7 +17,7 @@ import torch
 from tilewright.errors import BindingError
 from tilewright.graph.enums import norm_forward_phase
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.graph.tensor import MAX_RANK
+from tilewright.graph.tensor import MAX_RANK, Tensor
 from tilewright.ops.arguments import (
     forbid_grad_with_out,
     require_device,
@@ -27,6 +27,7 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, in_layout_of, is_traced, nothing, register
+from tilewright.ops.declaring import declare_like
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
 
@@ -226,8 +227,8 @@ def _backward(
 
     def declare(graph: DeclaredGraph) -> None:
         source, scale, _ = _declare_operands(graph, inputs)
-        incoming = _declare(graph, "grad", inputs["grad"])
-        stats = [_declare(graph, name, inputs[name]) for name in kind.statistics]
+        incoming = declare_like(graph, "grad", inputs["grad"])
+        stats = [declare_like(graph, name, inputs[name]) for name in kind.statistics]
         if kind.operation == "rmsnorm":
             made = graph.rmsnorm_backward(incoming, source, scale, stats[0], has_bias)
         else:
@@ -365,13 +366,9 @@ def _scale(kind: _Kind, x: torch.Tensor, weight: torch.Tensor | None) -> torch.T
     return weight.to(compute) + kind.offset if kind.offset else weight
 
 
-def _declare(graph: DeclaredGraph, name: str, tensor: torch.Tensor) -> Any:
-    return graph.tensor(tensor.shape, tensor.stride(), tensor.dtype, name=name)
-
-
 def _declare_operands(graph: DeclaredGraph, inputs: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     x = inputs["x"]
-    declared = [_declare(graph, "x", x)]
+    declared: list[Tensor | None] = [declare_like(graph, "x", x)]
     for name in ("scale", "bias"):
         vector = inputs.get(name)
         if vector is None:

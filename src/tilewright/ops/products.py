@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.dtypes import DataType
 from tilewright.errors import BindingError
 from tilewright.graph.enums import reduction_mode, reshape_mode
 from tilewright.graph.graph import DeclaredGraph
@@ -27,8 +26,9 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
+from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
-from tilewright.ops.plan_cache import Operands, operands_key, run
+from tilewright.ops.plan_cache import operands_key, run
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -161,15 +161,15 @@ def _backward(
         outputs["dbias"] = torch.empty((1, weight.shape[0]), dtype=bias_type, device=x.device)
 
     def declare(graph: DeclaredGraph) -> None:
-        named = _declare_all(graph, inputs)
+        named = declare_all(graph, inputs)
         dproduct = _declare_epilogue_backward(graph, named["grad"], named.get("product"), epilogue)
         rows, columns = x.shape[0], weight.shape[0]
-        _finish(graph.matmul(dproduct, named["weight"]), "dx", outputs["dx"])
+        bind_output(graph.matmul(dproduct, named["weight"]), "dx", outputs["dx"])
         transposed = graph.transpose(dproduct, permutation=(1, 0)).set_dim((columns, rows))
-        _finish(graph.matmul(transposed, named["x"]), "dweight", outputs["dweight"])
+        bind_output(graph.matmul(transposed, named["x"]), "dweight", outputs["dweight"])
         if bias_type is not None:
             total = graph.reduction(dproduct, reduction_mode.ADD).set_dim((1, columns))
-            _finish(total, "dbias", outputs["dbias"])
+            bind_output(total, "dbias", outputs["dbias"])
 
     key = (epilogue, operands_key(inputs), operands_key(outputs))
     run(
@@ -207,13 +207,13 @@ def _forward(
         outputs["product"] = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
 
     def declare(graph: DeclaredGraph) -> None:
-        named = _declare_all(graph, inputs)
+        named = declare_all(graph, inputs)
         product = graph.matmul(named["x"], named["weight"])
         if bias is not None:
             product = graph.bias(product, named["bias"])
         if keep_product:
-            _finish(product, "product", outputs["product"])
-        _finish(_declare_epilogue(graph, product, epilogue, (rows, columns)), "y", y)
+            bind_output(product, "product", outputs["product"])
+        bind_output(_declare_epilogue(graph, product, epilogue, (rows, columns)), "y", y)
 
     key = (epilogue, operands_key(inputs), operands_key(outputs))
     run("linear", key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
@@ -281,19 +281,6 @@ def _split(
         graph.slice(blocks, [*whole, slice(0, 1), slice(0, GLU_BLOCK)]),
         graph.slice(blocks, [*whole, slice(1, 2), slice(0, GLU_BLOCK)]),
     )
-
-
-def _declare_all(graph: DeclaredGraph, inputs: Operands) -> dict[str, Tensor]:
-    if next(iter(inputs.values())).dtype is torch.float64:
-        graph.intermediate_data_type = DataType.DOUBLE
-    return {
-        name: graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
-    }
-
-
-def _finish(made: Tensor, name: str, buffer: torch.Tensor) -> None:
-    made.set_output(True).set_name(name).set_data_type(buffer.dtype)
-    made.set_dim(buffer.shape).set_stride(buffer.stride())
 
 
 def _compute(
