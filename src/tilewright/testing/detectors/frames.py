@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.testing.detectors.guards import NAN_PATTERN, guarded
@@ -89,7 +91,8 @@ def frame_independence(target: Any, operands: Operands, tolerance: float | None 
         finally:
             turns.leave()
 
-    problem = _race(alternating, alone, tolerance, 1)
+    with _flags_kept():
+        problem = _race(alternating, alone, tolerance, 1)
     if problem is None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(_FREE_SWITCH_S)
@@ -100,6 +103,25 @@ def frame_independence(target: Any, operands: Operands, tolerance: float | None 
     if problem:
         return FRAMES.broken(problem)
     return FRAMES.held("two threads on distinct buffers, in turns and freely, give the same")
+
+
+@contextlib.contextmanager
+def _flags_kept() -> Iterator[None]:
+    """Put torch's flags of dispatch modes back: they are of the process, not of a thread.
+
+    Each mode saves them when it is entered; two threads that do not leave in the reverse order
+    leave them set.
+    """
+    flags = {
+        name: value
+        for name, value in vars(_python_dispatch).items()
+        if name.startswith("_is_in") and isinstance(value, bool)
+    }
+    try:
+        yield
+    finally:
+        for name, value in flags.items():
+            setattr(_python_dispatch, name, value)
 
 
 def _race(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewright.testing import detectors
 from tilewright.testing.detectors import Outcome, Subject
@@ -182,3 +183,10 @@ def test_a_declared_allocation_is_declined(operands: Given) -> None:
         detectors.assert_no_allocation(subject, operands)
     subject = dataclasses.replace(subject, declare=lambda operands, results: noted)
     assert detectors.no_allocation(subject, operands).outcome is Outcome.DECLINED
+
+
+def test_torchs_flags_of_modes_are_as_before(operands: Given) -> None:
+    """Two threads that enter and leave modes at once can leave torch's process-wide flag set."""
+    for _ in range(3):
+        detectors.frame_independence(adds_in_place, operands)
+        assert not is_in_torch_dispatch_mode()
