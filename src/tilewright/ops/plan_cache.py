@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import NotSupportedError
+from tilewright.errors import BindingError, NotSupportedError
 from tilewright.launch.context import device_and_stream
 from tilewright.launch.handles import Handle, as_stream_pointer
 from tilewright.ops.workspaces import keep_workspace, take_workspace
@@ -87,16 +87,26 @@ def run(
     leaves alone of its outputs; it is called once every operand is accepted.
 
     Raises:
-        NotSupportedError: if no engine, or not the wanted one, takes the graph.
+        NotSupportedError: if no engine, or not the wanted one, takes the graph, or a torch.func
+            transform is under way.
         BindingError: if an operand does not fit.
     """
     built = _plan(operation, key, declare, device, engine)
     pack = {**inputs, **outputs}
-    if stream is None:
-        _execute(built, pack, fill)
-    else:
-        with device_and_stream(device, as_stream_pointer(stream)):
+    try:
+        if stream is None:
             _execute(built, pack, fill)
+        else:
+            with device_and_stream(device, as_stream_pointer(stream)):
+                _execute(built, pack, fill)
+    except (RuntimeError, BindingError) as error:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            raise
+        # A tensor inside a transform has no storage of its own, which shows in odd ways.
+        raise NotSupportedError(
+            f"{operation}: called inside a torch.func transform (vmap, jvp, functionalize, ...), "
+            "which has no rule for it; call it outside, or with a batch axis"
+        ) from error
     return built.plan.name
 
 

@@ -364,3 +364,12 @@ def test_modes_of_other_threads_do_not_make_a_call_traced(monkeypatch: pytest.Mo
     assert not is_traced(torch.ones(1))
     with FakeTensorMode():
         assert is_traced(torch.ones(1))
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize], ids=["vmap", "func"])
+def test_a_transform_without_a_rule_says_so(transform: Any) -> None:
+    x = torch.ones(2, 3, 8)
+    with pytest.raises(NotSupportedError, match=r"layer_norm: called inside a torch\.func"):
+        transform(lambda t: ops.layer_norm(t))(x)
+    # Outside of it all is as before.
+    assert torch.count_nonzero(ops.layer_norm(x)) == 0
