@@ -75,7 +75,7 @@ def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
 
 def bare_launch(frame: Any) -> Call:
     """cuLaunchKernel on a packed parameter block, with nothing around it."""
-    launch = frame._bound._launches[0]
+    launch = frame._run.__self__._launches[0]
     function = driver().cuLaunchKernel
     stream = torch.cuda.current_stream().cuda_stream
     arguments = (*launch._geometry, ctypes.c_void_p(stream), None, launch._extra)

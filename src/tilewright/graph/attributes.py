@@ -18,12 +18,6 @@ _FLOAT_WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _SHOWN_CHARACTERS = 200
 
 
-class JsonForm(typing.Protocol):
-    """An attribute type with a JSON form of its own (a score program)."""
-
-    def to_json(self) -> Any: ...
-
-
 def shown(value: Any) -> str:
     """``value`` for a message: its repr, cut to a readable length."""
     try:
@@ -78,8 +72,6 @@ def encode(value: Any) -> Any:
         return [encode(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if hasattr(value, "to_json"):
-        return value.to_json()
     return value
 
 

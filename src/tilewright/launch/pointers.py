@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
-
-from tilewright.graph.shapes import span_elements
 
 
 class _CudaArray:
@@ -31,15 +28,3 @@ def bytes_at(pointer: int, size_bytes: int, device: torch.device) -> torch.Tenso
         return torch.as_tensor(_CudaArray(pointer, size_bytes), device=device)
     memory = (ctypes.c_uint8 * size_bytes).from_address(pointer)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def view_at(
-    pointer: int,
-    dim: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """A strided view (dim and stride in elements) of the memory at ``pointer``."""
-    size_bytes = span_elements(dim, stride) * dtype.itemsize
-    return bytes_at(pointer, size_bytes, device).view(dtype).as_strided(dim, stride)

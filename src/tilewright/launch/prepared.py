@@ -177,10 +177,9 @@ class BoundPlan:
 class KernelFrame:
     """One call of a plan made of prepared kernels. ``launch`` is the hot path."""
 
-    __slots__ = ("_bound", "_device_index", "_keep", "_run", "plan_name")
+    __slots__ = ("_device_index", "_keep", "_run", "plan_name")
 
     def __init__(self, bound: BoundPlan, device_index: int, plan_name: str, keep: Any) -> None:
-        self._bound = bound
         self._run = bound.run
         self._device_index = device_index
         # The caller's buffers stay alive as long as the frame may be launched.

@@ -47,8 +47,3 @@ def prepare(operation: Any, device: torch.device) -> Kernel:
             f"operation {operation.name!r}: the ATen engine has no {operation.kind}"
         )
     return preparer(operation, device)
-
-
-def registered_kinds() -> tuple[str, ...]:
-    """Every operation kind that has a preparer, sorted."""
-    return tuple(sorted(_PREPARERS))

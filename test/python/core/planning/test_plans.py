@@ -163,6 +163,15 @@ def test_barring_by_name_workspace_and_notes(stub: StubEngine) -> None:
     graph.deselect_engines(["aten"])
     with pytest.raises(tw.NotSupportedError, match="no plan"):
         graph.check_support()
+    graph, _ = product()
+    graph.select_numeric_notes([tw.numeric_note.FLOAT32_COMPUTE])
+    assert graph.selected_engine == "aten"
+    graph, _ = product()
+    graph.deselect_numeric_notes([tw.numeric_note.FLOAT32_COMPUTE])
+    assert graph.selected_engine == "triton"
+    assert graph.query_tensor_attributes_of_uid(2).name == "b"
+    with pytest.raises(tw.GraphError, match="no tensor with uid 77"):
+        graph.query_tensor_attributes_of_uid(77)
 
 
 def test_autotune_selects_and_returns_a_replayable_record(stub: StubEngine) -> None:
