@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tilewright.artifact.code import KernelCode
 from tilewright.engines.base import Knobs
-from tilewright.engines.triton.code_cache import kernel_code
-from tilewright.engines.triton.engine import _family
-from tilewright.engines.triton.planned import PlannedKernel, TritonPlan
+from tilewright.engines.compiled.code_cache import kernel_code
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
+from tilewright.engines.triton.engine import ENGINE
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 
@@ -30,7 +30,7 @@ def best_knobs(graph: DeclaredGraph, sm_count: int) -> Knobs:
     Raises:
         NotSupportedError: if no kernel family takes the graph.
     """
-    knobs: Knobs = _family(graph).propose(graph, sm_count)[0].knobs
+    knobs: Knobs = ENGINE.family(graph).propose(graph, sm_count)[0].knobs
     return knobs
 
 
@@ -48,7 +48,7 @@ def compile_ahead(
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise NotSupportedError("TRITON_INTERPRET=1: kernels are interpreted, none is compiled")
-    plan: TritonPlan = _family(graph).plan(graph, best_knobs(graph, sm_count), sm_count)
+    plan: KernelPlan = ENGINE.family(graph).plan(graph, best_knobs(graph, sm_count), sm_count)
     made = []
     for kernel in _kernels(plan):
         digest, code = kernel_code(kernel.spec, compute_capability)
@@ -56,7 +56,7 @@ def compile_ahead(
     return made
 
 
-def _kernels(plan: TritonPlan) -> Iterator[PlannedKernel]:
+def _kernels(plan: KernelPlan) -> Iterator[PlannedKernel]:
     yield from plan.kernels
     if plan.fallback is not None:
         yield from _kernels(plan.fallback)

@@ -17,10 +17,10 @@ import triton.language as tl
 
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.triton.compiler import KernelSpec
-from tilewright.engines.triton.planned import (
+from tilewright.engines.compiled.compiler import KernelSpec
+from tilewright.engines.compiled.planned import (
+    KernelPlan,
     PlannedKernel,
-    TritonPlan,
     operand,
     pointer_type,
     slot_numbers,
@@ -122,7 +122,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
 
 
-def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> TritonPlan:
+def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """One kernel; aligned rows get wide loads, with a general plan behind them."""
     operation = only_operation(graph, "norms")
     slots = slot_numbers(graph)
@@ -135,7 +135,7 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> TritonPlan:
     if not all(strides_aligned(tensor, tuple(range(rank - 1))) for tensor in checked):
         return general
     aligned = _plan(operation, slots, warps, is_aligned=True)
-    return TritonPlan(
+    return KernelPlan(
         aligned.kernels,
         needs_aligned=tuple(slots[tensor.uid] for tensor in (*checked, *vectors)),
         fallback=general,
@@ -144,7 +144,7 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> TritonPlan:
 
 def _plan(
     operation: Operation, slots: Mapping[int, int], warps: int | None, *, is_aligned: bool
-) -> TritonPlan:
+) -> KernelPlan:
     x, y = operation.inputs["input"], operation.outputs["Y"]
     scale, bias = operation.inputs["scale"], operation.inputs.get("bias")
     inverse, mean = operation.outputs.get("inv_variance"), operation.outputs.get("mean")
@@ -208,7 +208,7 @@ def _plan(
         config.warps if warps is None else warps,
     )
     grid = (triton.cdiv(rows, config.rows), 1, 1)
-    return TritonPlan((PlannedKernel(spec, grid, tuple(arguments)),) if rows else ())
+    return KernelPlan((PlannedKernel(spec, grid, tuple(arguments)),) if rows else ())
 
 
 def _epsilon(operation: Operation, slots: Mapping[int, int]) -> Argument:

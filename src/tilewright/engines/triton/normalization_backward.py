@@ -22,10 +22,10 @@ import triton.language as tl
 
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.triton.compiler import KernelSpec
-from tilewright.engines.triton.planned import (
+from tilewright.engines.compiled.compiler import KernelSpec
+from tilewright.engines.compiled.planned import (
+    KernelPlan,
     PlannedKernel,
-    TritonPlan,
     operand,
     pointer_type,
     slot_numbers,
@@ -226,7 +226,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))]
 
 
-def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> TritonPlan:
+def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Two kernels; aligned rows get wide loads, with a general plan behind them."""
     operation = only_operation(graph, "norms")
     slots = slot_numbers(graph)
@@ -237,7 +237,7 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> TritonPlan:
         return general
     aligned = _plan(operation, slots, warps, sm_count, is_aligned=True)
     checked = (*rowed, operation.inputs["scale"])
-    return TritonPlan(
+    return KernelPlan(
         aligned.kernels,
         aligned.scratch,
         tuple(slots[tensor.uid] for tensor in checked),
@@ -274,13 +274,13 @@ def _plan(
     sm_count: int,
     *,
     is_aligned: bool,
-) -> TritonPlan:
+) -> KernelPlan:
     facts = _Facts(operation, slots, sm_count, is_aligned)
     kernels = [_rows_kernel(facts, choose_warps(facts.width) if warps is None else warps)]
     if not facts.is_fused:
         kernels.append(_shares_kernel(facts))
     kernels.append(_sum_kernel(facts))
-    return TritonPlan(tuple(kernels), facts.scratch)
+    return KernelPlan(tuple(kernels), facts.scratch)
 
 
 class _Facts:

@@ -111,8 +111,8 @@ STEPS = """
 import dataclasses, importlib, json, sys
 import triton
 from tilewright.artifact import compiler_forbidden, counters, reset_counters
-from tilewright.engines.triton import code_cache
-from tilewright.engines.triton.compiler import KernelSpec
+from tilewright.engines.compiled import code_cache
+from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.errors import LaunchError
 
 folder = sys.argv[1]
@@ -199,8 +199,8 @@ def test_levels_and_what_makes_a_miss(child_environment: dict[str, str], tmp_pat
 
 
 def digests(graph: tw.Graph, target: tuple[int, int] = (9, 0)) -> list[str]:
+    from tilewright.engines.compiled.code_cache import key_of
     from tilewright.engines.triton import normalization
-    from tilewright.engines.triton.code_cache import key_of
 
     plan = normalization.plan(graph, (), 4)
     return [key_of(kernel.spec, target).digest() for kernel in plan.kernels]
@@ -233,7 +233,8 @@ def test_the_compiler_is_forbidden_in_every_thread(monkeypatch: pytest.MonkeyPat
 @pytest.mark.L0
 def test_a_disabled_store_is_counted_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tilewright.artifact.code import KernelCode
-    from tilewright.engines.triton import code_cache, normalization
+    from tilewright.engines.compiled import code_cache
+    from tilewright.engines.triton import normalization
 
     made = KernelCode("norm_forward", b"code", 128, 0, (9, 0))
     monkeypatch.setattr(code_cache, "compile_kernel", lambda spec, target: made)
@@ -337,7 +338,7 @@ def test_code_that_cannot_be_stored_is_a_file_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tilewright.artifact.code import KernelCode
-    from tilewright.engines.triton import code_cache
+    from tilewright.engines.compiled import code_cache
 
     made = KernelCode("norm_forward", b"code", 128, 0, (9, 0))
     monkeypatch.setattr(code_cache, "compile_kernel", lambda spec, target: made)

@@ -232,7 +232,7 @@ import json
 import torch
 import tilewright as tw
 from tilewright.engines.triton import normalization, normalization_backward
-from tilewright.engines.triton.compiler import TARGETS, compile_kernel
+from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
 
 results = []
 for kind in ("rmsnorm", "layernorm"):

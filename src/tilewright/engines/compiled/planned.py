@@ -1,4 +1,4 @@
-"""What a kernel family hands to the engine: kernels with their grids and arguments."""
+"""What a kernel family hands to its engine: kernels with their grids and arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
-from tilewright.engines.triton.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
+from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Operand
@@ -36,7 +36,7 @@ class PlannedKernel:
 
 
 @dataclass(frozen=True)
-class TritonPlan:
+class KernelPlan:
     """All launches of a plan in order, and the scratch (name, bytes) that they share.
 
     ``needs_aligned`` lists slots whose pointers the kernels assume to be multiples of 16 bytes;
@@ -46,7 +46,7 @@ class TritonPlan:
     kernels: tuple[PlannedKernel, ...]
     scratch: tuple[tuple[str, int], ...] = ()
     needs_aligned: tuple[int, ...] = ()
-    fallback: TritonPlan | None = None
+    fallback: KernelPlan | None = None
 
 
 def slot_numbers(graph: DeclaredGraph) -> Mapping[int, int]:

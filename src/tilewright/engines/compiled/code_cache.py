@@ -13,7 +13,7 @@ from tilewright.artifact.environment import environment
 from tilewright.artifact.forbidding import require_compiler
 from tilewright.artifact.key import KernelKey
 from tilewright.artifact.location import current_store
-from tilewright.engines.triton.compiler import KernelSpec, compile_kernel
+from tilewright.engines.compiled.compiler import KernelSpec, compile_kernel
 
 _lock = threading.Lock()
 _memory: dict[str, KernelCode] = {}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tilewright.artifact.code import KernelCode
-from tilewright.engines.triton.code_cache import kernel_code
-from tilewright.engines.triton.compiler import POINTER_ALIGNMENT_BYTES
-from tilewright.engines.triton.planned import PlannedKernel, TritonPlan
+from tilewright.engines.compiled.code_cache import kernel_code
+from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.errors import NotSupportedError
 from tilewright.launch.binder import Binding, workspace_pointer, workspace_view
 from tilewright.launch.cuda_driver import load_module
@@ -35,7 +35,7 @@ class CudaExecutable:
     needs_views = False
 
     def __init__(
-        self, plan: TritonPlan, device: torch.device, compute_capability: tuple[int, int]
+        self, plan: KernelPlan, device: torch.device, compute_capability: tuple[int, int]
     ) -> None:
         self.workspace: WorkspacePlan = plan_workspace(list(plan.scratch))
         self._device_index = device.index or 0
@@ -81,7 +81,7 @@ class InterpretedExecutable:
 
     needs_views = True
 
-    def __init__(self, plan: TritonPlan, device: torch.device) -> None:
+    def __init__(self, plan: KernelPlan, device: torch.device) -> None:
         # Alignment is a matter of the device's loads: the general plan is the one to interpret.
         self._plan = plan if plan.fallback is None else plan.fallback
         self.workspace: WorkspacePlan = plan_workspace(list(self._plan.scratch))

@@ -1,0 +1,1 @@
+"""What the engines that compile their own kernels share: compiling, storing, launching."""
