@@ -1,0 +1,53 @@
+"""Where a sequence lies in its operands, as Triton functions that forward and backward share.
+
+All steps and offsets are in elements and int64; so are the products of an index and a step.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_length(lengths, batch, step, limit, GIVEN: tl.constexpr, IS_SUM: tl.constexpr):
+    """The length of a sequence, int32 in [0, limit]; ``limit`` itself if no length is given."""
+    if GIVEN:
+        at = lengths + batch.to(tl.int64) * step
+        count = tl.load(at).to(tl.int64)
+        if IS_SUM:
+            count = tl.load(at + step).to(tl.int64) - count
+        return tl.minimum(tl.maximum(count, 0), limit).to(tl.int32)
+    else:
+        return limit
+
+
+@triton.jit
+def sequence_start(offsets, batch, offset_step, multiplier, batch_step, IS_RAGGED: tl.constexpr):
+    """Elements from an operand's first to those of a sequence, int64."""
+    if IS_RAGGED:
+        return tl.load(offsets + batch.to(tl.int64) * offset_step).to(tl.int64) * multiplier
+    else:
+        return batch.to(tl.int64) * batch_step
+
+
+@triton.jit
+def token_offsets(
+    token,
+    inside,
+    row_step,
+    table_at,
+    table_step,
+    page_step,
+    PAGE: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+):
+    """Elements from a sequence's (or container's) start to each of its tokens, int64.
+
+    Paged: token t is row t % PAGE of page ``table[t // PAGE]``; entries of tokens that are not
+    ``inside`` are not read.
+    """
+    if IS_PAGED:
+        entry = table_at + (token // PAGE).to(tl.int64) * table_step
+        page = tl.load(entry, mask=inside, other=0).to(tl.int64)
+        return page * page_step + (token % PAGE).to(tl.int64) * row_step
+    else:
+        return token.to(tl.int64) * row_step
