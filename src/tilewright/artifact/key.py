@@ -23,6 +23,7 @@ class KernelKey:
     the compile-time arguments: None, bool, int, float, str, or tuples of these. ``aligned`` names
     arguments that are multiples of 16. ``target`` is a compute capability. ``environment`` are
     facts of the compiler and of this library (``tilewright.artifact.environment``).
+    ``max_registers`` is a thread's limit at entry, if the kernel sets one.
     """
 
     kernel: str
@@ -34,6 +35,7 @@ class KernelKey:
     stages: int
     target: tuple[int, int]
     environment: tuple[tuple[str, str], ...]
+    max_registers: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """The key as plain JSON values; equal facts are equal code.
@@ -52,6 +54,7 @@ class KernelKey:
             "stages": self.stages,
             "target": list(self.target),
             "environment": dict(self.environment),
+            "max_registers": self.max_registers,
         }
 
     def digest(self) -> str:

@@ -33,6 +33,13 @@ def driver() -> ctypes.CDLL:
     library.cuModuleLoadData.argtypes = [pointer, pointer]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    # Drivers older than the devices that have tensor maps do not have it.
+    if hasattr(library, "cuTensorMapEncodeTiled"):
+        library.cuTensorMapEncodeTiled.argtypes = [
+            *(pointer, ctypes.c_int, uint, ctypes.c_uint64),
+            *([pointer] * 4),
+            *([ctypes.c_int] * 4),
+        ]
     library.cuGetErrorString.argtypes = [ctypes.c_int, pointer]
     return library
 

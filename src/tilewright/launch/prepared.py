@@ -19,11 +19,19 @@ import torch
 
 from tilewright.errors import BindingError, LaunchError
 from tilewright.launch.cuda_driver import check, driver
+from tilewright.launch.tensor_maps import (
+    TENSOR_MAP_ALIGNMENT,
+    TENSOR_MAP_BYTES,
+    TensorMap,
+    TensorMapEncoder,
+)
 
 # Keys of cuLaunchKernel's "extra" list: where the parameter buffer is, and its size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _FORMATS = {"i1": "b", "i8": "b", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
+_MAP = "tensor map"
+_FORMATS[_MAP] = f"{TENSOR_MAP_BYTES}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +64,15 @@ class Constant:
     value: int | float
 
 
-Argument = Operand | Scratch | HostScalar | Constant
+Argument = Operand | Scratch | HostScalar | Constant | TensorMap
 
 
 class KernelLaunch:
     """One kernel of a plan, ready to be bound. Immutable.
 
     ``types`` are the argument types in the kernel's order (Triton's spelling, "*bf16" for a
-    pointer), ``arguments`` what goes there; ``function`` is the driver's handle.
+    pointer), ``arguments`` what goes there; ``function`` is the driver's handle. A tensor map is
+    three things in the block: the map itself, its extents, and its steps in elements.
     """
 
     def __init__(
@@ -79,19 +88,24 @@ class KernelLaunch:
         self.name = name
         self.geometry = (function, *grid, threads, 1, 1, shared_bytes)
         # Triton's own two trailing pointers, global and profile scratch, are null.
+        types, arguments = _expanded(types, arguments)
         formats = [*("Q" if kind.startswith("*") else _FORMATS[kind] for kind in types), "Q", "Q"]
         offsets, self.size = _layout(formats)
         self.template = bytearray(self.size)
         leading: list[int] = []
         self._rest: list[tuple[str, int, Argument]] = []
+        maps: list[tuple[int, TensorMapEncoder]] = []
         for position, argument in enumerate(arguments):
             code, offset = "<" + formats[position], offsets[position]
-            if isinstance(argument, Constant):
+            if isinstance(argument, TensorMap):
+                maps.append((offset, TensorMapEncoder(argument)))
+            elif isinstance(argument, Constant):
                 struct.pack_into(code, self.template, offset, argument.value)
             elif argument == Operand(getattr(argument, "slot", -1)) and position == len(leading):
                 leading.append(argument.slot)
             else:
                 self._rest.append((code, offset, argument))
+        self.maps = tuple(maps)
         # The common case, pointers first, is packed in one go.
         self._pack = struct.Struct(f"<{len(leading)}Q").pack_into
         self._pick: Callable[[Sequence[int]], tuple[int, ...]] = _picker(leading)
@@ -119,7 +133,16 @@ class KernelLaunch:
 class BoundLaunch:
     """The parameter block of one call of one kernel."""
 
-    __slots__ = ("_block", "_extra", "_geometry", "_launch", "_launch_kernel", "_memory", "_size")
+    __slots__ = (
+        "_block",
+        "_extra",
+        "_geometry",
+        "_launch",
+        "_launch_kernel",
+        "_mapped",
+        "_memory",
+        "_size",
+    )
 
     def __init__(self, launch: KernelLaunch) -> None:
         self._launch = launch
@@ -133,11 +156,22 @@ class BoundLaunch:
             ctypes.addressof(self._size),
             _END,
         )
+        # What the block's tensor maps point to now: the same again needs no encoding.
+        self._mapped = [0] * len(launch.maps)
         self._geometry = launch.geometry
         self._launch_kernel = driver().cuLaunchKernel
 
     def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
-        """Bind: see ``KernelLaunch.fill``."""
+        """Bind: see ``KernelLaunch.fill``.
+
+        Raises:
+            BindingError: if an operand's address does not suit its tensor map.
+        """
+        for number, (offset, encoder) in enumerate(self._launch.maps):
+            start = starts[encoder.slot]
+            if self._mapped[number] != start:
+                self._block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start)
+                self._mapped[number] = start
         self._launch.fill(self._block, starts, views, scratch)
 
     def run(self, stream: int) -> None:
@@ -242,13 +276,32 @@ def require_grid(grid: tuple[int, int, int], name: str) -> tuple[int, int, int]:
     return grid
 
 
+def _expanded(
+    types: Sequence[str], arguments: Sequence[Argument]
+) -> tuple[list[str], list[Argument]]:
+    """One entry a parameter: what a tensor map is followed by in the kernel's signature."""
+    kinds: list[str] = []
+    entries: list[Argument] = []
+    for kind, argument in zip(types, arguments, strict=True):
+        entries.append(argument)
+        if isinstance(argument, TensorMap):
+            kinds.append(_MAP)
+            kinds += ["i32"] * argument.rank + ["i64"] * argument.rank
+            entries += [Constant(extent) for extent in argument.dim]
+            entries += [Constant(step) for step in argument.stride]
+        else:
+            kinds.append(kind)
+    return kinds, entries
+
+
 def _layout(formats: Sequence[str]) -> tuple[list[int], int]:
     """Offsets at natural alignment, and the size of the whole."""
     offsets = []
     end = 0
     for code in formats:
         size = struct.calcsize("<" + code)
-        start = -(-end // size) * size
+        alignment = TENSOR_MAP_ALIGNMENT if code == _FORMATS[_MAP] else size
+        start = -(-end // alignment) * alignment
         offsets.append(start)
         end = start + size
     return offsets, end

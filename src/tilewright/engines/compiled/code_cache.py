@@ -49,6 +49,7 @@ def key_of(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelKey:
         stages=spec.stages,
         target=compute_capability,
         environment=_environment(),
+        max_registers=spec.max_registers,
     )
 
 

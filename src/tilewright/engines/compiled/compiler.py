@@ -1,4 +1,4 @@
-"""Compiling a Triton kernel for a named target, with or without that GPU in the machine."""
+"""Compiling a Triton or Gluon kernel for a named target, with or without that GPU here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class KernelSpec:
 
     ``types`` maps run-time argument names to Triton's types in the kernel's order; ``constants``
     are compile-time arguments; ``aligned`` names arguments that are multiples of 16 (bytes for a
-    pointer, elements for a stride).
+    pointer, elements for a stride). ``max_registers`` limits a thread's registers at entry. A
+    function of Gluon is compiled as one.
     """
 
     function: Any
@@ -30,6 +31,7 @@ class KernelSpec:
     aligned: frozenset[str] = frozenset()
     warps: int = 4
     stages: int = 3
+    max_registers: int | None = None
 
     @property
     def name(self) -> str:
@@ -48,14 +50,13 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
     try:
         import triton
         from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
     except ImportError as error:
         raise NotSupportedError(f"Triton is not installed: {error}") from error
     major, minor = compute_capability
     names = spec.function.arg_names
     types = dict(spec.types)
     constants = dict(spec.constants)
-    source = ASTSource(
+    source = _source_class(spec.function)(
         fn=spec.function,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs=constants,
@@ -65,6 +66,8 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
         },
     )
     options = {"num_warps": spec.warps, "num_stages": spec.stages}
+    if spec.max_registers is not None:
+        options["maxnreg"] = spec.max_registers
     compiled = triton.compile(
         source, target=GPUTarget("cuda", major * 10 + minor, WARP_THREADS), options=options
     )
@@ -80,3 +83,13 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
         metadata.shared,
         compute_capability,
     )
+
+
+def _source_class(function: Any) -> Any:
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource

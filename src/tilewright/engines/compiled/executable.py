@@ -22,6 +22,7 @@ from tilewright.launch.prepared import (
     KernelFrame,
     KernelLaunch,
     Operand,
+    Scratch,
     ThreadBlocks,
     launch_on,
     require_grid,
@@ -137,7 +138,7 @@ def _interpreted(
             arguments.append(binding.views[argument.slot].item())
         elif isinstance(argument, Constant):
             arguments.append(argument.value)
-        elif scratch is not None:
+        elif isinstance(argument, Scratch) and scratch is not None:
             arguments.append(scratch[argument.offset_bytes :].view(_SCRATCH_TYPES[kind]))
     constants = dict(kernel.spec.constants)
     function, grid = kernel.spec.function, kernel.grid

@@ -37,6 +37,7 @@ CHANGES: list[dict[str, Any]] = [
     {"aligned": frozenset({"x", "rows"})},
     {"warps": 8},
     {"stages": 2},
+    {"max_registers": 168},
     {"target": (8, 0)},
     {"environment": (("tilewright", "0"), ("triton", "3.7.2"))},
 ]
@@ -65,6 +66,7 @@ def test_there_is_no_place_for_a_pointer_a_stream_or_a_total() -> None:
         "stages",
         "target",
         "environment",
+        "max_registers",
     ]
 
 

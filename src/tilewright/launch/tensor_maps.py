@@ -1,0 +1,148 @@
+"""Tensor maps: what the copy engine of SM90 is told of an operand, encoded when a call is bound.
+
+A map describes a strided tensor of 3 to 5 axes and the box that one copy moves between it and
+shared memory. Reads outside the tensor give zeros, writes there are dropped, so the tail of a
+head never touches the next one. Source: cuTensorMapEncodeTiled in the CUDA driver API.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from tilewright.dtypes import DataType
+from tilewright.errors import BindingError, NotSupportedError
+from tilewright.graph.tensor import Tensor
+from tilewright.launch.cuda_driver import check, driver
+
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+# Addresses and steps in bytes are multiples of this, and a step is below 2**40.
+STEP_BYTES = 16
+MAX_STEP_BYTES = 2**40
+MAX_RANK = 5
+# CUtensorMapDataType, and its swizzle modes by the bytes that are swizzled.
+_DATA_TYPES = {DataType.HALF: 6, DataType.FLOAT: 7, DataType.BFLOAT16: 9}
+_DATA_TYPES |= dict.fromkeys((DataType.UINT8, DataType.FP8_E4M3, DataType.FP8_E5M2), 0)
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_NO_INTERLEAVE, _FILL_ZERO, _PROMOTE_TO_128_BYTES = 0, 0, 2
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A tensor-map argument: the operand of ``slot`` as the copy engine sees it.
+
+    ``dim`` and ``stride`` are in elements, outermost axis first, the last stride 1; ``box`` is
+    what one copy moves; ``swizzle_bytes`` is the width of the swizzle in shared memory.
+    """
+
+    slot: int
+    label: str
+    data_type: DataType
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self.dim)
+
+
+def tensor_map(
+    tensor: Tensor, slot: int, box: tuple[int, ...], swizzle_bytes: int = 128
+) -> TensorMap:
+    """The map of an operand as it is declared, moved in boxes of ``box`` elements.
+
+    The box's last axis may be wider than the swizzle: then one copy is several, side by side.
+
+    Raises:
+        NotSupportedError: naming the tensor and the rule that its declaration breaks.
+    """
+    item_bytes = tensor.data_type.bits // 8
+    rule = map_decline_reason(tensor)
+    if rule is not None:
+        raise NotSupportedError(f"tensor {tensor.label()}: {rule}")
+    # A singleton axis is never stepped: whatever its stride is, one that the driver takes does.
+    stride = tuple(
+        step if extent > 1 or axis == tensor.rank - 1 else STEP_BYTES
+        for axis, (extent, step) in enumerate(zip(tensor.dim, tensor.stride, strict=True))
+    )
+    inner = min(box[-1], (swizzle_bytes or box[-1] * item_bytes) // item_bytes)
+    return TensorMap(
+        slot,
+        tensor.label(),
+        tensor.data_type,
+        tensor.dim,
+        (*stride[:-1], 1),
+        (*box[:-1], inner),
+        swizzle_bytes,
+    )
+
+
+def map_decline_reason(tensor: Tensor) -> str | None:
+    """Why no tensor map describes the declaration, or None if one does."""
+    if tensor.data_type not in _DATA_TYPES:
+        return f"data type {tensor.data_type.name} has no tensor map"
+    if not 1 <= tensor.rank <= MAX_RANK:
+        return f"{tensor.rank} axes; a tensor map has 1 to {MAX_RANK}"
+    if min(tensor.dim) < 1 or max(tensor.dim) >= 2**31:
+        return f"dim {tensor.dim}; a tensor map takes extents from 1 to 2**31 - 1"
+    if tensor.dim[-1] != 1 and tensor.stride[-1] != 1:
+        return f"stride {tensor.stride}; a tensor map needs 1 on the last axis"
+    item_bytes = tensor.data_type.bits // 8
+    for axis, extent in enumerate(tensor.dim[:-1]):
+        step_bytes = tensor.stride[axis] * item_bytes
+        if extent > 1 and (step_bytes % STEP_BYTES or not 0 < step_bytes < MAX_STEP_BYTES):
+            return (
+                f"axis {axis} steps by {step_bytes} bytes; a tensor map takes multiples of "
+                f"{STEP_BYTES} bytes above 0 and below 2**40"
+            )
+    return None
+
+
+class TensorMapEncoder:
+    """Encodes one map for the addresses that calls bring. Immutable."""
+
+    def __init__(self, argument: TensorMap) -> None:
+        self.slot = argument.slot
+        self._label = argument.label
+        rank = argument.rank
+        item_bytes = argument.data_type.bits // 8
+        # The driver lists the innermost axis first, and no stride for it.
+        steps = [step * item_bytes for step in reversed(argument.stride[:-1])]
+        self._leading = (_DATA_TYPES[argument.data_type], rank)
+        self._arrays = (
+            (ctypes.c_uint64 * rank)(*reversed(argument.dim)),
+            (ctypes.c_uint64 * max(rank - 1, 1))(*steps),
+            (ctypes.c_uint32 * rank)(*reversed(argument.box)),
+            (ctypes.c_uint32 * rank)(*([1] * rank)),
+        )
+        self._modes = (
+            _NO_INTERLEAVE,
+            _SWIZZLES[argument.swizzle_bytes],
+            _PROMOTE_TO_128_BYTES,
+            _FILL_ZERO,
+        )
+
+    def encode(self, start: int) -> bytes:
+        """The 128 bytes of the map for an operand that starts at ``start``.
+
+        Raises:
+            BindingError: if the address is not a multiple of 16 bytes.
+            LaunchError: if the driver refuses.
+        """
+        if start % STEP_BYTES or not start:
+            raise BindingError(
+                f"tensor {self._label}: address {start:#x}; this plan reads it through a tensor "
+                f"map, which needs a multiple of {STEP_BYTES} bytes. Copy it, or bar the engine "
+                "before the graph is built: graph.deselect_engines(['hopper'])"
+            )
+        memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+        skip = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+        status = driver().cuTensorMapEncodeTiled(
+            ctypes.addressof(memory) + skip, *self._leading, start, *self._arrays, *self._modes
+        )
+        check(status, f"tensor {self._label}: encoding its tensor map")
+        return memory.raw[skip : skip + TENSOR_MAP_BYTES]
