@@ -127,22 +127,22 @@ def _launch(kernel: PlannedKernel, code: KernelCode, function: int) -> KernelLau
 def _interpreted(
     kernel: PlannedKernel, binding: Binding, scratch: torch.Tensor | None
 ) -> Callable[[], None]:
-    arguments: list[Any] = []
+    # By name: compile-time arguments may stand between those of run time.
+    arguments: dict[str, Any] = dict(kernel.spec.constants)
     for (name, kind), argument in zip(kernel.spec.types, kernel.arguments, strict=True):
         if isinstance(argument, Operand):
             view = binding.views[argument.slot]
             if argument.offset_bytes:
                 raise NotSupportedError(f"argument {name!r}: the interpreter takes whole operands")
-            arguments.append(view)
+            arguments[name] = view
         elif isinstance(argument, HostScalar):
-            arguments.append(binding.views[argument.slot].item())
+            arguments[name] = binding.views[argument.slot].item()
         elif isinstance(argument, Constant):
-            arguments.append(argument.value)
+            arguments[name] = argument.value
         elif isinstance(argument, Scratch) and scratch is not None:
-            arguments.append(scratch[argument.offset_bytes :].view(_SCRATCH_TYPES[kind]))
-    constants = dict(kernel.spec.constants)
+            arguments[name] = scratch[argument.offset_bytes :].view(_SCRATCH_TYPES[kind])
     function, grid = kernel.spec.function, kernel.grid
-    return lambda: function[grid](*arguments, **constants)
+    return lambda: function[grid](**arguments)
 
 
 _SCRATCH_TYPES = {
