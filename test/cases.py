@@ -340,7 +340,11 @@ CASES: tuple[Case, ...] = (
     Case(
         "O8",
         "RoPE: exact, large angles, signed zero, non-finite",
-        (f"{P}/rope/torch/test_rope_function.py", f"{P}/rope/aten"),
+        (
+            f"{P}/rope/torch/test_rope_function.py",
+            f"{P}/rope/aten",
+            f"{P}/rope/triton",
+        ),
     ),
     Case(
         "O9",

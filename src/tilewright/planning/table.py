@@ -74,6 +74,19 @@ _TRITON_ROWS = (
         compute_capabilities=_TRITON_TARGETS,
         note="over the last axis, up to 65536 elements",
     ),
+    CapabilityRow(
+        ("rope", "rope_backward"),
+        FLOATS,
+        compute_capabilities=_TRITON_TARGETS,
+        note="up to 4096 rotated elements a head",
+    ),
+    CapabilityRow(
+        ("sdpa",),
+        FLOATS,
+        INDICES,
+        compute_capabilities=_TRITON_TARGETS,
+        note="head sizes up to 256, soft caps as the only score program, no DOUBLE operands",
+    ),
 )
 
 ENGINE_TABLE: tuple[EngineEntry, ...] = (

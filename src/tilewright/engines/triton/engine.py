@@ -10,6 +10,8 @@ __all__ = ["ENGINE", "interpreting"]
 _FAMILIES: dict[str, str] = {
     **dict.fromkeys(("rmsnorm", "layernorm"), "normalization"),
     **dict.fromkeys(("rmsnorm_backward", "layernorm_backward"), "normalization_backward"),
+    **dict.fromkeys(("rope", "rope_backward"), "rope"),
+    "sdpa": "attention",
 }
 
 ENGINE = CompiledEngine("tilewright.engines.triton", _FAMILIES)

@@ -1,0 +1,295 @@
+"""Rotary position embedding and its adjoint in Triton; any strides, half-split pairs.
+
+With h = R / 2 and angles a, for i < h (Su and others 2021):
+
+    out[i]     = output_scale (x[i] cos a[i] - x[i + h] sin a[i])
+    out[i + h] = output_scale (x[i + h] cos a[i + h] + x[i] sin a[i + h])
+
+The adjoint is the transposed rotation. Elements from R on are output_scale x.
+
+A program makes the table of TOKENS positions once, in registers, and walks HEADS heads at a time
+along it. Angles are rounded to float32; their sines and cosines are taken in float64 and rounded,
+so a table entry is the float32 number nearest to the true one, for every angle. Each product and
+sum is rounded by itself: results equal the formula's in float32 to the last bit (float64 for
+float64 operands). A pair is read before it is written, by one thread: out may be the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from tilewright.dtypes import DataType
+from tilewright.engines.base import Knobs, Proposal
+from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
+from tilewright.engines.compiled.planned import (
+    KernelPlan,
+    PlannedKernel,
+    operand,
+    pointer_type,
+    slot_numbers,
+    strides_aligned,
+)
+from tilewright.engines.triton.device_math import cast, narrow, product
+from tilewright.engines.triton.rows import only_operation
+from tilewright.engines.triton.trigonometry import cosine_and_sine
+from tilewright.errors import NotSupportedError
+from tilewright.graph.enums import behavior_note, knob_type
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.operation import Operation
+from tilewright.graph.tensor import Tensor
+from tilewright.launch.prepared import Argument, Constant
+
+# Pairs of a head beyond which the tables of one position do not fit a program's registers.
+MAX_HALF = 2048
+_WARP_THREADS = 32
+_MOST_WARPS = 4
+_HEADS_A_STEP = 4
+# Programs wanted on each multiprocessor before heads are not split any further.
+_PROGRAMS_A_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def rotate_pairs(
+    x,
+    freqs,
+    out,
+    scale,
+    heads,
+    length,
+    x_batch,
+    x_head,
+    x_token,
+    out_batch,
+    out_head,
+    out_token,
+    freqs_batch,
+    freqs_token,
+    x_step,
+    out_step,
+    freqs_step,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IS_ADJOINT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    token_blocks = (length + TOKENS - 1) // TOKENS
+    program = tl.program_id(0).to(tl.int64)
+    group = program % GROUPS
+    block = program // GROUPS
+    batch = block // token_blocks
+    token = (block % token_blocks) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    pair = tl.arange(0, HALF_BLOCK).to(tl.int64)
+    in_table = (token < length)[:, None] & (pair < HALF)[None, :]
+    angles = freqs + batch * freqs_batch + (token * freqs_token)[:, None]
+    angles += pair[None, :] * freqs_step
+    cosine, sine = cosine_and_sine(cast(tl.load(angles, mask=in_table, other=0.0), tl.float32))
+    low_cos, low_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
+    high_cos, high_sin = low_cos, low_sin
+    if SECOND:
+        angles += SECOND * freqs_step
+        cosine, sine = cosine_and_sine(cast(tl.load(angles, mask=in_table, other=0.0), tl.float32))
+        high_cos, high_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
+    low_cos, low_sin = low_cos[None, :, :], low_sin[None, :, :]
+    high_cos, high_sin = high_cos[None, :, :], high_sin[None, :, :]
+
+    group_heads = (heads + GROUPS - 1) // GROUPS
+    last = min((group + 1) * group_heads, heads)
+    x_row = x + batch * x_batch + (token * x_token)[None, :, None]
+    out_row = out + batch * out_batch + (token * out_token)[None, :, None]
+    for first in range(group * group_heads, last, HEADS):
+        head = (first + tl.arange(0, HEADS).to(tl.int64))[:, None, None]
+        inside = (head < last) & in_table[None, :, :]
+        at = x_row + head * x_head + pair[None, None, :] * x_step
+        low = cast(tl.load(at, mask=inside, other=0.0), COMPUTE)
+        high = cast(tl.load(at + HALF * x_step, mask=inside, other=0.0), COMPUTE)
+        if IS_ADJOINT:
+            low_result = product(low, low_cos) + product(high, high_sin)
+            high_result = product(high, high_cos) - product(low, low_sin)
+        else:
+            low_result = product(low, low_cos) - product(high, low_sin)
+            high_result = product(high, high_cos) + product(low, high_sin)
+        if HAS_SCALE:
+            low_result, high_result = low_result * scale, high_result * scale
+        to = out_row + head * out_head + pair[None, None, :] * out_step
+        tl.store(to, narrow(low_result, out.dtype.element_ty), mask=inside)
+        tl.store(to + HALF * out_step, narrow(high_result, out.dtype.element_ty), mask=inside)
+        if TAIL:
+            rest = tl.arange(0, TAIL_BLOCK).to(tl.int64)[None, None, :]
+            in_tail = (head < last) & (token < length)[None, :, None] & (rest < TAIL)
+            rest += 2 * HALF
+            at = x_row + head * x_head + rest * x_step
+            values = cast(tl.load(at, mask=in_tail, other=0.0), COMPUTE)
+            if HAS_SCALE:
+                values = values * scale
+            to = out_row + head * out_head + rest * out_step
+            tl.store(to, narrow(values, out.dtype.element_ty), mask=in_tail)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """TOKENS positions a program, HEADS heads a step, heads in GROUPS programs."""
+
+    tokens: int
+    heads: int
+    groups: int
+    warps: int
+
+
+def choose_config(
+    dim: tuple[int, ...], half: int, element_bits: int, sm_count: int, warps: int | None = None
+) -> RopeConfig:
+    """A table of one 16-byte vector a thread; fewer warps where there are fewer positions.
+
+    Every thread has elements of its own in a step, so none reads what another has rotated.
+    """
+    batch, heads, length, _ = dim
+    vector = POINTER_ALIGNMENT_BYTES * 8 // element_bits
+    block = triton.next_power_of_2(half)
+    most = triton.next_power_of_2(max(length, 1)) * block // (vector * _WARP_THREADS)
+    if warps is None:
+        warps = max(1, min(_MOST_WARPS, most))
+    threads = warps * _WARP_THREADS
+    tokens = min(max(1, threads * vector // block), triton.next_power_of_2(max(length, 1)))
+    step = max(_HEADS_A_STEP, threads // (tokens * block))
+    programs = max(batch * triton.cdiv(length, tokens), 1)
+    wanted = triton.cdiv(_PROGRAMS_A_MULTIPROCESSOR * sm_count, programs)
+    groups = max(1, min(wanted, heads // step))
+    return RopeConfig(tokens, step, groups, warps)
+
+
+def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
+    """One proposal, with the warps as a knob; declines what the kernel cannot address."""
+    operation = only_operation(graph, "rotations")
+    source, _, _ = _operands(operation)
+    half = _check(operation)
+    config = choose_config(source.dim, half, source.data_type.bits, sm_count)
+    notes = frozenset({behavior_note.RUNTIME_COMPILATION})
+    return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
+
+
+def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
+    """One kernel; aligned rows get wide loads, with a general plan behind them."""
+    operation = only_operation(graph, "rotations")
+    slots = slot_numbers(graph)
+    warps = dict(knobs).get(knob_type.WARPS)
+    general = _plan(operation, slots, sm_count, warps, is_aligned=False)
+    checked = _operands(operation)
+    if not all(strides_aligned(tensor, (0, 1, 2)) for tensor in checked):
+        return general
+    aligned = _plan(operation, slots, sm_count, warps, is_aligned=True)
+    return KernelPlan(
+        aligned.kernels,
+        needs_aligned=tuple(slots[tensor.uid] for tensor in checked),
+        fallback=general,
+    )
+
+
+def _plan(
+    operation: Operation,
+    slots: Mapping[int, int],
+    sm_count: int,
+    warps: int | None,
+    *,
+    is_aligned: bool,
+) -> KernelPlan:
+    x, freqs, out = _operands(operation)
+    half = _check(operation)
+    if 0 in x.dim:
+        return KernelPlan(())
+    config = choose_config(x.dim, half, x.data_type.bits, sm_count, warps)
+    batch, heads, length, extent = x.dim
+    scale = float(operation.output_scale)
+    is_double = DataType.DOUBLE in (x.data_type, out.data_type)
+    pointers = {"x": x, "freqs": freqs, "out": out}
+    integers = {
+        "heads": heads,
+        "length": length,
+        "x_batch": x.stride[0],
+        "x_head": x.stride[1],
+        "x_token": x.stride[2],
+        "out_batch": out.stride[0],
+        "out_head": out.stride[1],
+        "out_token": out.stride[2],
+        # An extent of 1 may have any stride; the angles of a position are then everybody's.
+        "freqs_batch": freqs.stride[0] if freqs.dim[0] > 1 else 0,
+        "freqs_token": freqs.stride[2] if freqs.dim[2] > 1 else 0,
+        "x_step": x.stride[3],
+        "out_step": out.stride[3],
+        "freqs_step": freqs.stride[3],
+    }
+    # A step of 1 is a constant: only then can neighbouring elements be loaded together.
+    units = {name: 1 for name, value in integers.items() if name.endswith("_step") and value == 1}
+    types = [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
+    types.append(("scale", "fp64" if is_double else "fp32"))
+    types += [(name, "i64") for name in integers if name not in units]
+    arguments: list[Argument] = [operand(slots, tensor) for tensor in pointers.values()]
+    arguments.append(Constant(scale))
+    arguments += [Constant(value) for name, value in integers.items() if name not in units]
+    aligned = set()
+    if is_aligned:
+        aligned = set(pointers)
+        aligned |= {
+            name
+            for name, value in integers.items()
+            if name.endswith(("_batch", "_head", "_token")) and value % 16 == 0
+        }
+    tail = extent - 2 * half
+    spec = KernelSpec(
+        rotate_pairs,
+        tuple(types),
+        (
+            *units.items(),
+            ("HALF", half),
+            ("HALF_BLOCK", triton.next_power_of_2(half)),
+            ("SECOND", half if freqs.dim[3] == 2 * half else 0),
+            ("TAIL", tail),
+            ("TAIL_BLOCK", triton.next_power_of_2(max(tail, 1))),
+            ("TOKENS", config.tokens),
+            ("HEADS", config.heads),
+            ("GROUPS", config.groups),
+            ("IS_ADJOINT", operation.kind == "rope_backward"),
+            ("HAS_SCALE", scale != 1.0),
+            ("COMPUTE", tl.float64 if is_double else tl.float32),
+        ),
+        frozenset(aligned),
+        config.warps,
+    )
+    grid = (batch * triton.cdiv(length, config.tokens) * config.groups, 1, 1)
+    return KernelPlan((PlannedKernel(spec, grid, tuple(arguments)),))
+
+
+def _operands(operation: Operation) -> tuple[Tensor, Tensor, Tensor]:
+    source = operation.inputs["dY" if operation.kind == "rope_backward" else "input"]
+    return source, operation.inputs["freqs"], operation.outputs["out"]
+
+
+def _check(operation: Operation) -> int:
+    """The number of pairs, once everything is known to be addressable.
+
+    Raises:
+        NotSupportedError: naming the tensor and the rule.
+    """
+    source, freqs, out = _operands(operation)
+    for tensor in (source, freqs, out):
+        if tensor.ragged_offset is not None or tensor.is_pass_by_value:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} is ragged or passed by value; the kernel takes dense "
+                "tensors on the device"
+            )
+    half = (operation.rope_dim or source.dim[3]) // 2
+    if not 0 < half <= MAX_HALF and 0 not in source.dim:
+        raise NotSupportedError(
+            f"tensor {source.label()} has {half} pairs a head; the kernel takes 1 to {MAX_HALF}"
+        )
+    return half
