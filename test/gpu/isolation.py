@@ -5,15 +5,20 @@
 Needs a CUDA device, torch, triton, pytest and pytest-xdist; nothing of it runs under pytest itself.
 It lays out a suite whose tests end the device's context in every known way, with healthy tests
 between them, runs it as a stranger would, and compares every outcome. The record tells device,
-versions, commands and outcomes; the exit status is 0 if all were as expected.
+versions, commands and outcomes, and how each victim was reported; the exit status is 0 if all were
+as expected. A run that does not end in its time is ended, and is not as expected.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,7 +123,7 @@ def test_11_healthy():
     check_device()
 
 
-@pytest.mark.deadline(25)
+@pytest.mark.deadline(15)
 def test_12_kernel_never_ends_and_the_test_waits():
     spin[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
     torch.cuda.synchronize()
@@ -128,7 +133,7 @@ def test_13_healthy():
     check_device()
 
 
-@pytest.mark.deadline(25)
+@pytest.mark.deadline(15)
 def test_14_kernel_never_ends_and_the_test_passes():
     spin[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
 
@@ -178,6 +183,13 @@ CRASHED = (
 SKIPPED = ("test_19_needs_more",)
 
 
+COMMAND = "PYTHONPATH=src python test/gpu/isolation.py --record RECORD.json"
+# Lines of a run's output that its record keeps.
+_LINES = 40
+_AFTER_KILL_S = 30.0
+DEAD = "the context of CUDA device 0 is dead"
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the suite, or of a part of it."""
@@ -200,42 +212,61 @@ def runs() -> tuple[Run, ...]:
         f"{len(SKIPPED)} skipped + {len(CRASHED)} crashed"
     )
     victims = tuple(sorted(FAILED + CRASHED))
-    says = (
-        "the context of CUDA device 0 is dead",
-        "it passed its deadline of 0:00:25",
-        "needs 1000 GPUs",
-    )
+    hang = "it passed its deadline of 0:00:15"
+    says = (DEAD, hang, "needs 1000 GPUs")
+    # A worker's start takes seconds, so these run parts of the suite.
+    by_file = ("01", "02", "03", "04", "05", "12", "13")
+    by_scope = ("08", "09", "16", "17", "18", "19", "20")
     return (
         Run("one injected worker", (), whole, victims, says),
-        Run("two workers on one device", ("-n", "2"), whole, victims, says),
-        Run("two workers by file", ("-n", "2", "--dist", "loadfile"), whole, victims, says),
         Run(
             "no worker: a dead context stops the run",
-            ("-s", "-k", "test_01 or test_04 or test_05"),
+            ("-s", "-k", _any_of("01", "04", "05")),
             "3 collected = 1 passed + 1 failed + 1 without outcome",
             ("test_04_illegal_address_passes",),
-            ("No worker process to replace, so no later test can run",),
+            (DEAD, "No worker process to replace, so no later test can run"),
+        ),
+        Run("two workers on one device", ("-n", "2"), whole, victims, says),
+        Run(
+            "two workers by file",
+            ("-n", "2", "--dist", "loadfile", "-k", _any_of(*by_file)),
+            "7 collected = 4 passed + 2 failed + 1 crashed",
+            _victims(by_file),
+            (DEAD, hang),
+        ),
+        Run(
+            "two workers by scope",
+            ("-n", "2", "--dist", "loadscope", "-k", _any_of(*by_scope)),
+            "7 collected = 3 passed + 3 failed + 1 skipped",
+            _victims(by_scope),
+            (DEAD, "needs 1000 GPUs"),
         ),
     )
 
 
-def perform(run: Run, folder: Path) -> dict[str, Any]:
-    """Run it, and tell what came of it beside what was expected."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *run.arguments]
+def _any_of(*numbers: str) -> str:
+    return " or ".join(f"test_{number}" for number in numbers)
+
+
+def _victims(numbers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in FAILED + CRASHED if name[5:7] in numbers))
+
+
+def perform(run: Run, folder: Path, end: float) -> dict[str, Any]:
+    """Run it until ``end`` at most; tell what came of it beside what was expected."""
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", "-rA"]
+    command += run.arguments
     begin = time.monotonic()
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, errors="replace", check=False
-    )
+    status, text = _run(command, folder, max(end - time.monotonic(), 1.0))
     seconds = time.monotonic() - begin
-    text = done.stdout + done.stderr
     line = re.search(r"^outcomes: (.*)$", text, re.MULTILINE)
     outcomes = line[1].strip() if line else ""
-    failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) \S+::(test_\w+)", text, re.MULTILINE)))
+    told = dict(re.findall(r"^(?:FAILED|ERROR) \S+::(test_\w+)(?: - (.*))?$", text, re.MULTILINE))
     missing = [part for part in run.says if part not in text]
     as_expected = (
-        done.returncode == 1
+        status == 1
         and outcomes == run.outcomes
-        and failed == list(run.failed)
+        and sorted(told) == list(run.failed)
         and not missing
     )
     if not as_expected:
@@ -245,16 +276,51 @@ def perform(run: Run, folder: Path) -> dict[str, Any]:
     }
     return {
         **asdict(run),
-        "command": " ".join(["python", *command[1:]]),
-        "exit_status": done.returncode,
+        "command": shlex.join(["python", *command[1:]]),
+        "exit_status": status,
         "found_outcomes": outcomes,
-        "found_failed": failed,
+        "found_failed": {name: told[name] for name in sorted(told)},
+        "said": _told(text),
         "missing_text": missing,
         "longest_wait_of_a_healthy_test_s": max(waited.values(), default=None),
         "said_that_device_work_goes_on": "device work that it started goes on" in text,
         "seconds": round(seconds, 1),
         "as_expected": as_expected,
     }
+
+
+def _told(text: str) -> list[str]:
+    """The distinct lines that tell how workers ended, in the order of the output."""
+    parts = ("ended while it", DEAD, "has not ended after", "so no later test can run")
+    lines = (line.strip() for line in text.splitlines() if any(part in line for part in parts))
+    kept = (line for line in lines if not line.startswith(("FAILED", "ERROR")))
+    return list(dict.fromkeys(kept))[:_LINES]
+
+
+def _run(command: list[str], folder: Path, limit_s: float) -> tuple[int, str]:
+    """Exit status and output; beyond the limit, it and its workers are ended (status 124)."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # A process that the driver holds may keep its end of the pipe.
+            try:
+                text, _ = process.communicate(timeout=_AFTER_KILL_S)
+            except subprocess.TimeoutExpired:
+                text = "its output did not end either"
+            return 124, f"{text}\nended after {limit_s:.0f} s"
+        return process.returncode, text
 
 
 def machine() -> dict[str, Any]:
@@ -267,7 +333,8 @@ def machine() -> dict[str, Any]:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "triton", "pytest", "pytest-xdist"):
-        versions[name] = metadata.version(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {**json.loads(told.stdout), "versions": versions}
 
 
@@ -276,15 +343,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", type=Path, required=True, metavar="PATH")
     parser.add_argument("--only", metavar="TEXT", help="runs whose name holds this")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, metavar="SECONDS", help="for all runs together (900)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time; faults stay in theirs (1)"
+    )
     arguments = parser.parse_args()
+    end = time.monotonic() + arguments.limit
     # The children run elsewhere, and find the package where this one does.
     source = Path(__file__).resolve().parents[2] / "src"
+    sys.path.insert(0, str(source))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
     for name in ("PYTEST_ADDOPTS", "TILEWRIGHT_NO_ISOLATION"):
         os.environ.pop(name, None)
+    # Of the installed plugins, xdist alone.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # So that pytest's summary has whole reasons.
+    os.environ["COLUMNS"] = "200"
+    from tilewright.testing import placement
+
+    if not placement.devices(os.environ):
+        # Some containers show no device file; the plugin then needs to be told.
+        os.environ[placement.DEVICES] = "0"
     record: dict[str, Any] = {
         "what": "isolation of tests that end a device's context",
-        "command": "PYTHONPATH=src python test/gpu/isolation.py --record RECORD.json",
+        "command": f"{COMMAND} --jobs {arguments.jobs}",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         **machine(),
         "runs": [],
@@ -293,15 +377,16 @@ def main() -> int:
         folder = Path(temporary)
         (folder / "pytest.ini").write_text(INI)
         (folder / "test_faults.py").write_text(SUITE)
-        for run in runs():
-            if arguments.only and arguments.only not in run.name:
-                continue
-            result = perform(run, folder)
-            record["runs"].append(result)
-            verdict = "as expected" if result["as_expected"] else "NOT AS EXPECTED"
-            print(f"{run.name}: {result['found_outcomes']} in {result['seconds']} s: {verdict}")
-            arguments.record.parent.mkdir(parents=True, exist_ok=True)
-            arguments.record.write_text(json.dumps(record, indent=2) + "\n")
+        chosen = [run for run in runs() if not arguments.only or arguments.only in run.name]
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            limited = [pool.submit(perform, run, folder, end) for run in chosen]
+            for run, future in zip(chosen, limited, strict=True):
+                result = future.result()
+                record["runs"].append(result)
+                verdict = "as expected" if result["as_expected"] else "NOT AS EXPECTED"
+                print(f"{run.name}: {result['found_outcomes']} in {result['seconds']} s: {verdict}")
+                arguments.record.parent.mkdir(parents=True, exist_ok=True)
+                arguments.record.write_text(json.dumps(record, indent=2) + "\n")
     return 0 if all(result["as_expected"] for result in record["runs"]) else 1
 
 

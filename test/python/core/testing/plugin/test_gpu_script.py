@@ -1,12 +1,16 @@
-"""The suite that test/gpu/isolation.py runs on a GPU is whole."""
+"""What test/gpu runs on a GPU, as far as that can be seen without one."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,14 +19,20 @@ pytestmark = pytest.mark.L0
 SCRIPT = Path(__file__).resolve().parents[4] / "gpu/isolation.py"
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_isolation", SCRIPT)
+def load(name: str) -> ModuleType:
+    path = SCRIPT.with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_isolation", module)
+    # Dataclasses look their module up by its name.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    return load("isolation")
 
 
 def test_every_expectation_is_of_a_test_that_is_there(script: ModuleType) -> None:
@@ -37,3 +47,96 @@ def test_every_expectation_is_of_a_test_that_is_there(script: ModuleType) -> Non
     whole = script.runs()[0]
     assert whole.outcomes.startswith(f"{len(tests)} collected = ")
     assert sum(map(int, whole.outcomes.split()[3::3])) == len(tests)
+
+
+USES = """
+    import pytest
+
+    @pytest.fixture
+    def operands():
+        if True:
+            pytest.skip("needs a CUDA device")
+
+    @pytest.mark.needs_gpus(2)
+    def test_by_a_mark(): pass
+
+    @pytest.mark.gpu_exclusive
+    def test_alone(): pass
+
+    @pytest.mark.skipif(False, reason="needs an NVIDIA GPU")
+    def test_by_a_reason(): pass
+
+    def test_by_a_fixture(operands): pass
+
+    def test_by_its_own_skip():
+        pytest.skip("this GPU has no room")
+
+    @pytest.mark.skipif(True, reason="a GPU has no sparse files")
+    def test_without_one(): pass
+
+    @pytest.mark.skipif(False, reason="needs POSIX")
+    def test_of_another_need(tmp_path): pass
+"""
+
+
+def test_tests_that_use_a_gpu_are_found_by_their_marks_and_reasons(
+    suite: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcomes = tmp_path / "outcomes"
+    monkeypatch.setenv("TILEWRIGHT_GPU_OUTCOMES", str(outcomes))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    )
+    files = {"test_uses.py": USES, "test_either.py": "HAS_GPU = True\ndef test_a(): pass\n"}
+    ran = suite(files, "-p", "gpu_tests", "-n", "1")
+    assert ran.status == 0, ran.text
+    phases = [json.loads(line) for line in outcomes.read_text().splitlines()]
+    assert {phase["id"]: phase["gpu"] for phase in phases} == {
+        "test_either.py::test_a": "if there",
+        **{
+            f"test_uses.py::test_{name}": "only"
+            for name in ("by_a_mark", "alone", "by_a_reason", "by_a_fixture", "by_its_own_skip")
+        },
+    }
+    reasons = {phase["id"]: phase["reason"] for phase in phases if phase["outcome"] == "skipped"}
+    assert reasons["test_uses.py::test_by_a_fixture"] == "needs a CUDA device"
+    assert "needs 2 GPUs" in reasons["test_uses.py::test_by_a_mark"]
+
+
+def test_candidates_mention_a_gpu_or_their_conftest_does(tmp_path: Path) -> None:
+    finder = load("gpu_tests")
+    for path, text in {
+        "a/test_plain.py": "def test_a(): pass",
+        "a/test_gpu.py": "reason='needs an NVIDIA GPU'",
+        "b/conftest.py": "skip('needs a CUDA device')",
+        "b/c/test_below.py": "def test_a(): pass",
+        # The folder's own conftest is everybody's.
+        "conftest.py": "# with no GPU",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    names = [path.name for path in finder.candidates(tmp_path)]
+    assert names == ["test_gpu.py", "test_below.py"]
+
+
+def test_a_record_holds_the_worst_phase_of_each_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    record = load("record")
+    phases = [
+        ("a", "passed", ""),
+        ("a", "failed", "why"),
+        ("a", "passed", ""),
+        ("b", "skipped", "no"),
+    ]
+    lines = [
+        json.dumps({"id": i, "outcome": o, "seconds": 0.5, "gpu": "only", "reason": r})
+        for i, o, r in phases
+    ]
+    (tmp_path / "outcomes").write_text("\n".join(lines))
+    tests = record.read_outcomes(tmp_path / "outcomes")
+    assert tests["a"] == {"outcome": "failed", "seconds": 1.5, "gpu": "only", "reason": "why"}
+    record.write(tmp_path / "record.json", {"what": "x", "pytest": {"totals": {}, "tests": tests}})
+    written = json.loads((tmp_path / "record.json").read_text())
+    assert written["tests"] == {"a": ["failed", 1.5, "why"], "b": ["skipped", 0.5, "no"]}

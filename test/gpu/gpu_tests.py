@@ -1,0 +1,122 @@
+"""A pytest plugin that keeps the tests which use a GPU, and writes down each outcome as it comes.
+
+Loaded by test/gpu/record.py as ``-p gpu_tests``. A test uses a GPU if its marks say so
+(``needs_gpus``, ``gpu_exclusive``), if the reason of its skip mark does, or of a skip in one of its
+fixtures, or if its module asked for a GPU and found one (``HAS_GPU``). There is no list to keep.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The file that outcomes are appended to, one JSON object a line.
+OUTCOMES = "TILEWRIGHT_GPU_OUTCOMES"
+_REASON = re.compile(r"\b(GPUs?|CUDA)\b")
+_SKIP = re.compile(r"\bskip\([^)]*\b(GPUs?|CUDA)\b")
+# What a file holds that has such tests, or whose folder's conftest does.
+MENTIONS = re.compile(r"\bGPUs?\b|\bCUDA\b|needs_gpus|gpu_exclusive|HAS_GPU|nvidiactl")
+_REASON_LENGTH = 400
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Test files under ``folder`` that may hold tests which use a GPU, sorted."""
+    found = []
+    for path in sorted(folder.rglob("test_*.py")):
+        conftests = (up / "conftest.py" for up in path.parents if folder in up.parents)
+        texts = (each.read_text(encoding="utf-8") for each in (path, *conftests) if each.exists())
+        if any(MENTIONS.search(text) for text in texts):
+            found.append(path)
+    return found
+
+
+def how_it_uses_a_gpu(item: pytest.Item) -> str | None:
+    """ "only" for a test that skips without one, "if there" for one that chooses, else None."""
+    if item.get_closest_marker("needs_gpus") or item.get_closest_marker("gpu_exclusive"):
+        return "only"
+    for mark in item.iter_markers("skipif"):
+        # One that skips here is of a test for machines without a GPU.
+        is_met = any(isinstance(condition, bool) and condition for condition in mark.args)
+        if not is_met and _REASON.search(str(mark.kwargs.get("reason", ""))):
+            return "only"
+    if any(_SKIP.search(source) for source in _sources(item)):
+        return "only"
+    module = getattr(item, "module", None)
+    return "if there" if getattr(module, "HAS_GPU", False) else None
+
+
+def _sources(item: pytest.Item) -> list[str]:
+    """The text of the test and of the fixtures that it takes."""
+    functions = [getattr(item, "function", None)]
+    info = getattr(item, "_fixtureinfo", None)
+    for definitions in (info.name2fixturedefs if info else {}).values():
+        functions += [definition.func for definition in definitions]
+    found = []
+    for function in functions:
+        # Fixtures of pytest itself have no GPU in them, and some no source.
+        if function is not None and not function.__module__.startswith(("_pytest", "xdist")):
+            try:
+                found.append(inspect.getsource(function))
+            except (OSError, TypeError):
+                continue
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what uses no GPU."""
+    kept, left = [], []
+    for item in items:
+        how = how_it_uses_a_gpu(item)
+        if how is None:
+            left.append(item)
+        else:
+            item.user_properties.append(("gpu", how))
+            kept.append(item)
+    items[:] = kept
+    if left:
+        config.hook.pytest_deselected(items=left)
+
+
+class _Writing:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Append one phase of one test."""
+        told = getattr(report, "tilewright", {})
+        if told.get("echo"):
+            return
+        line = {
+            "id": report.nodeid,
+            "when": report.when,
+            "outcome": "crashed" if told.get("crashed") else report.outcome,
+            "seconds": report.duration,
+            "gpu": dict(report.user_properties).get("gpu"),
+            "reason": _reason(report),
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _reason(report: Any) -> str:
+    if report.outcome == "passed":
+        return ""
+    told = report.longrepr
+    if isinstance(told, tuple):
+        return str(told[2]).removeprefix("Skipped: ")
+    crash = getattr(told, "reprcrash", None)
+    return str(crash.message if crash else told)[:_REASON_LENGTH]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write in the process where all reports arrive."""
+    path = os.environ.get(OUTCOMES)
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Writing(Path(path)), "gpu_tests.writing")

@@ -1,0 +1,213 @@
+"""Run every test that uses a GPU, and ``tilewright verify`` there, and write a record of it.
+
+    PYTHONPATH=src python test/gpu/record.py --record test/gpu/records/DEVICE.json
+
+Needs a CUDA device, torch, triton, pytest and pytest-xdist. Which tests those are is found by their
+marks and reasons (gpu_tests.py beside this file). The record holds device, versions, commands, each
+test's outcome and seconds, and what verify found; the exit status is 0 if nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import gpu_tests
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "PYTHONPATH=src python test/gpu/record.py --record RECORD.json"
+_VERSIONS = ("torch", "triton", "numpy", "pytest", "pytest-xdist")
+# Verify's runs: a name and arguments. They run side by side.
+VERIFY = (
+    ("our best plan", ()),
+    ("triton", ("--engine", "triton")),
+    (
+        "PyTorch's attention",
+        ("attention", "--target", "tilewright.testing.verify.adapters:torch_sdpa"),
+    ),
+)
+_SEVERITY = {"passed": 0, "skipped": 1, "failed": 2, "crashed": 3}
+_SHOWN = 6
+
+
+def ended(command: list[str], log: Path, limit_s: float) -> int:
+    """Run it with its output in a file; its exit status, or 124 if it was ended at the limit."""
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process,
+    ):
+        try:
+            return process.wait(timeout=max(limit_s, 1.0))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return 124
+
+
+def run_tests(folder: Path, workers: int, levels: str, limit_s: float) -> dict[str, Any]:
+    """Run the tests; what came of each, and of all."""
+    outcomes, log = folder / "outcomes", folder / "pytest.log"
+    outcomes.touch()
+    os.environ[gpu_tests.OUTCOMES] = str(outcomes)
+    files = [str(path.relative_to(ROOT)) for path in gpu_tests.candidates(ROOT / "test/python")]
+    head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_tests"]
+    head += ["-p", "no:cacheprovider", "-q", "-n", str(workers), "-m", levels]
+    began = time.monotonic()
+    status = ended([*head, *files], log, limit_s)
+    seconds = round(time.monotonic() - began, 1)
+    tests = read_outcomes(outcomes)
+    text = log.read_text(errors="replace")
+    counts = collections.Counter(test["outcome"] for test in tests.values())
+    physical = [line.strip() for line in text.splitlines() if line.startswith("large storage:")]
+    if status != 0:
+        print(text[-6000:])
+    return {
+        "command": shlex.join(["python", *head[1:], "FILES"]),
+        "exit_status": status,
+        "seconds": seconds,
+        "totals": dict(sorted(counts.items())),
+        "large_storage": physical,
+        "tests": tests,
+    }
+
+
+def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """By test: the worst outcome of its phases, their seconds together, and a reason if any."""
+    tests: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        phase = json.loads(line)
+        test = tests.setdefault(
+            phase["id"], {"outcome": "passed", "seconds": 0.0, "gpu": phase["gpu"], "reason": ""}
+        )
+        test["seconds"] = round(test["seconds"] + phase["seconds"], 2)
+        if _SEVERITY[phase["outcome"]] > _SEVERITY[test["outcome"]]:
+            test["outcome"], test["reason"] = phase["outcome"], phase["reason"]
+    return dict(sorted(tests.items()))
+
+
+def run_verify(folder: Path, limit_s: float) -> list[dict[str, Any]]:
+    """Run verify's runs side by side; counts, and what is broken or deviates."""
+    end = time.monotonic() + limit_s
+    running = []
+    for index, (name, arguments) in enumerate(VERIFY):
+        found, log = folder / f"verify-{index}.json", folder / f"verify-{index}.log"
+        command = [sys.executable, "-m", "tilewright", "verify", *arguments]
+        command += ["--device", "cuda", "--json", str(found), "--brief"]
+        file = log.open("w")
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        running.append((name, arguments, process, found, log, time.monotonic()))
+    results = []
+    for name, arguments, process, found, log, began in running:
+        try:
+            status = process.wait(timeout=max(end - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = 124
+        result: dict[str, Any] = {
+            "name": name,
+            "command": shlex.join(["tilewright", "verify", *arguments, "--device", "cuda"]),
+            "exit_status": status,
+            "seconds_at_most": round(time.monotonic() - began, 1),
+        }
+        if found.exists():
+            document = json.loads(found.read_text())
+            result["counts"] = document["counts"]
+            for kind in ("broken", "deviates"):
+                result[kind] = [
+                    f"{c['family']}, {c['case']}: {c['rule']} ({c['detector']}): {c['text'][:300]}"
+                    for c in document["checks"]
+                    if c["status"] == kind
+                ]
+        if status != 0:
+            print(log.read_text(errors="replace")[-3000:])
+        results.append(result)
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """Device and versions; asked in a child, so that this process holds no context."""
+    code = (
+        "import json, torch; p = torch.cuda.get_device_properties(0); "
+        "print(json.dumps({'device': p.name, 'capability': [p.major, p.minor], "
+        "'cuda': torch.version.cuda}))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _VERSIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {**json.loads(told.stdout), "versions": versions}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """As JSON, with one line a test."""
+    tests = record["pytest"].pop("tests")
+    text = json.dumps(record, indent=1)
+    lines = []
+    for name, test in tests.items():
+        kept = [test["outcome"], test["seconds"], *([test["reason"]] if test["reason"] else [])]
+        lines.append(f"  {json.dumps(name)}: {json.dumps(kept)}")
+    body = ",\n".join(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{text[:-2]},\n "tests": {{\n{body}\n }}\n}}\n', encoding="utf-8")
+    record["pytest"]["tests"] = tests
+
+
+def main() -> int:
+    """Run everything and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--record", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--workers", type=int, default=8, metavar="N", help="test processes (8)")
+    parser.add_argument("--levels", default="L0 or L1", metavar="MARKS", help="'L0 or L1'")
+    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of all")
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.limit
+    # Children find the package, and the plugin beside this file.
+    places = [str(ROOT / "src"), str(Path(__file__).resolve().parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    record: dict[str, Any] = {
+        "what": "all tests that use a GPU, and tilewright verify on it",
+        "command": COMMAND,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **machine(),
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        # A third of the time is verify's.
+        limit = (end - time.monotonic()) * 2 / 3
+        record["pytest"] = run_tests(folder, arguments.workers, arguments.levels, limit)
+        write(arguments.record, record)
+        record["verify"] = run_verify(folder, end - time.monotonic())
+    write(arguments.record, record)
+    tests = record["pytest"]
+    bad = [
+        name for name, test in tests["tests"].items() if test["outcome"] in ("failed", "crashed")
+    ]
+    print(f"tests: {tests['totals']} in {tests['seconds']} s, status {tests['exit_status']}")
+    for name in bad[:_SHOWN]:
+        print(f"  {name}: {tests['tests'][name]['reason'][:200]}")
+    for result in record["verify"]:
+        print(f"verify, {result['name']}: {result.get('counts')}, status {result['exit_status']}")
+    statuses = [tests["exit_status"], *(result["exit_status"] for result in record["verify"])]
+    return 0 if not any(statuses) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
