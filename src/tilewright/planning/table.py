@@ -87,6 +87,8 @@ _TRITON_ROWS = (
         compute_capabilities=_TRITON_TARGETS,
         note="head sizes up to 256, soft caps as the only score program, no DOUBLE operands",
     ),
+    # The operations of a score program are asked for one by one.
+    CapabilityRow(("pointwise",), FLOATS, INDICES, compute_capabilities=_TRITON_TARGETS),
 )
 
 ENGINE_TABLE: tuple[EngineEntry, ...] = (

@@ -15,7 +15,7 @@ import triton.language as tl
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def dot(a: Any, b: Any, acc: Any) -> Any:
     """acc + a @ b in float32; float32 operands are multiplied as such, without TF32."""
     if _IS_INTERPRETED:

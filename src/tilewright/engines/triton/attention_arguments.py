@@ -56,6 +56,10 @@ class KernelArguments:
             return
         self.types[name], self.values[name] = kind, Constant(value)
 
+    def extent(self, name: str, value: int) -> None:
+        """A count, int32, never part of the code."""
+        self.types[name], self.values[name] = "i32", Constant(value)
+
     def number(self, name: str, value: float) -> None:
         """A float32 that the declaration fixes."""
         self.types[name], self.values[name] = "fp32", Constant(value)
@@ -63,7 +67,7 @@ class KernelArguments:
     def scalar(self, name: str, tensor: Tensor | None, kind: str) -> None:
         """A one-element operand: a number where it is passed by value, else its address.
 
-        ``kind`` is the number's type. The kernel asks for the difference with ``is_address``.
+        ``kind`` is the number's type. ``scalar_value`` in a kernel takes both.
         """
         if tensor is not None and tensor.is_pass_by_value:
             self.types[name] = kind
@@ -82,13 +86,13 @@ class KernelArguments:
                 step = tensor.stride[axis]
             self.integer(f"{name}_{suffix}", step if suffix == "col" else step // unit)
 
-    def ragged(self, name: str, tensor: Tensor | None) -> None:
-        """``name``_offsets, _offset_step and _multiplier of a four-axis operand."""
+    def ragged(self, name: str, tensor: Tensor | None, *, unit: int = 1) -> None:
+        """``name``_offsets, _offset_step and _multiplier (in ``unit`` elements) of an operand."""
         offsets = None if tensor is None else tensor.ragged_offset
         self.pointer(f"{name}_offsets", offsets)
         self.integer(f"{name}_offset_step", 0 if offsets is None else offsets.stride[0])
         multiplier = 1 if tensor is None else tensor.ragged_offset_multiplier
-        self.integer(f"{name}_multiplier", multiplier)
+        self.integer(f"{name}_multiplier", 1 if offsets is None else multiplier // unit)
 
     def length(self, name: str, length: Length | None) -> None:
         """``name`` and ``name``_step, and the constant NAME_IS_SUM."""

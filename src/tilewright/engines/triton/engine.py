@@ -12,6 +12,7 @@ _FAMILIES: dict[str, str] = {
     **dict.fromkeys(("rmsnorm_backward", "layernorm_backward"), "normalization_backward"),
     **dict.fromkeys(("rope", "rope_backward"), "rope"),
     "sdpa": "attention",
+    "sdpa_backward": "attention_backward",
 }
 
 ENGINE = CompiledEngine("tilewright.engines.triton", _FAMILIES)

@@ -1,0 +1,381 @@
+"""Attention forward in Triton: one program a tile of queries of one head, keys in a loop.
+
+    O = softmax(masked(changed(scale Q K^T))) V,  Stats = log-sum-exp of each row
+
+Keys that no row of a tile sees are left out of the loop; those that all rows see go through it
+without masks, so that a causal mask costs half and a window its width. docs/operations/attention.md
+has the definitions. Source: FlashAttention-2 (Dao 2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewright.engines.base import Knobs, Proposal
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
+from tilewright.engines.triton.attention_addresses import sequence_length, sequence_start
+from tilewright.engines.triton.attention_arguments import (
+    KernelArguments,
+    steps_in_vectors,
+    vector_unit,
+)
+from tilewright.engines.triton.attention_config import ForwardConfig, choose_config, pieces
+from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
+from tilewright.engines.triton.attention_masks import LN_2, LOG2_E, alibi_slope, key_bounds
+from tilewright.engines.triton.attention_spec import AttentionSpec, alibi_split, read_spec
+from tilewright.engines.triton.rows import only_operation
+from tilewright.graph.enums import behavior_note, knob_type
+from tilewright.graph.graph import DeclaredGraph
+
+STATISTICS = ("Stats", "score_max", "score_sum_exp")
+_SHORT = {"Stats": "stats", "score_max": "smax", "score_sum_exp": "ssum"}
+
+
+@triton.jit
+def _row_offsets(
+    row, offsets, batch, head, offset_step, multiplier, batch_step, head_step, row_step,
+    IS_RAGGED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Elements from an operand's first to the rows of a (batch, head), int64."""
+    start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, IS_RAGGED)
+    return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT
+
+
+@triton.jit
+def attention_forward(
+    q, k, v, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
+    len_q, len_kv, k_table, v_table,
+    q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+    scale, cap_inner, cap_outer, drop_scale, seed, offset,
+    q_batch, q_head, q_row, q_col,
+    k_batch, k_head, k_row, k_col,
+    v_batch, v_head, v_row, v_col,
+    o_batch, o_head, o_row, o_col,
+    stats_batch, stats_head, stats_row,
+    smax_batch, smax_head, smax_row,
+    ssum_batch, ssum_head, ssum_row,
+    bias_batch, bias_head, bias_row, bias_col,
+    drop_batch, drop_head, drop_row, drop_col,
+    mask_batch, mask_head, mask_row, mask_col,
+    sink_head,
+    len_q_step, len_kv_step,
+    k_table_batch, k_table_row, v_table_batch, v_table_row,
+    q_offset_step, k_offset_step, v_offset_step, o_offset_step,
+    stats_offset_step, smax_offset_step, ssum_offset_step,
+    q_multiplier, k_multiplier, v_multiplier, o_multiplier,
+    stats_multiplier, smax_multiplier, ssum_multiplier,
+    rows, keys, heads, group, left, right,
+    LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
+    D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
+    DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+    FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    is_paged: tl.constexpr = k_table is not None
+    has_bias: tl.constexpr = bias is not None
+    has_alibi: tl.constexpr = ALIBI_SPLIT > 0
+    has_soft_cap: tl.constexpr = CAP_DIVIDES is not None
+    has_block_mask: tl.constexpr = block_mask is not None
+    has_philox: tl.constexpr = seed is not None
+    has_drop_mask: tl.constexpr = drop_mask is not None
+
+    tiles = tl.cdiv(rows, BLOCK_M)
+    program = tl.program_id(0)
+    tile = program % tiles
+    if LAST_FIRST:
+        # Under a causal mask the last rows take longest.
+        tile = tiles - 1 - tile
+    head = (program // tiles) % heads
+    batch = program // tiles // heads
+    key_head = head // group
+    count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
+    count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
+    first_row = tile * BLOCK_M
+    row = first_row + tl.arange(0, BLOCK_M)
+    in_rows = row < count_q
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = count_kv - count_q
+
+    q_at = _row_offsets(
+        row, q_offsets, batch, head, q_offset_step, q_multiplier, q_batch, q_head, q_row,
+        q_offsets is not None, UNIT,
+    )  # fmt: skip
+    query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
+    query_2 = query
+    if D_BLOCK_2 > 0:
+        query_2 = load_piece(q, q_at, in_rows, q_col, D_BLOCK, D_BLOCK_2, D, False, True)
+    if is_paged:
+        k_at = k + key_head.to(tl.int64) * k_head * UNIT
+        v_at = v + key_head.to(tl.int64) * v_head * UNIT
+        k_pages = k_table + batch.to(tl.int64) * k_table_batch
+        v_pages = v_table + batch.to(tl.int64) * v_table_batch
+    else:
+        k_at = k + _row_offsets(
+            shift * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch, k_head, 0,
+            k_offsets is not None, UNIT,
+        )  # fmt: skip
+        v_at = v + _row_offsets(
+            shift * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch, v_head, 0,
+            v_offsets is not None, UNIT,
+        )  # fmt: skip
+        k_pages, v_pages = None, None
+
+    wide_row = row.to(tl.int64)[:, None]
+    bias_at, drop_at, mask_at, slope, line = None, None, None, None, None
+    seed_value, offset_value, inner, outer = None, None, None, None
+    if has_bias:
+        bias_at = bias + batch.to(tl.int64) * bias_batch + head.to(tl.int64) * bias_head
+        bias_at = bias_at + wide_row * bias_row
+    if has_drop_mask:
+        drop_at = drop_mask + batch.to(tl.int64) * drop_batch + head.to(tl.int64) * drop_head
+        drop_at = drop_at + wide_row * drop_row
+    if has_block_mask:
+        mask_at = block_mask + batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
+    if has_alibi:
+        slope = alibi_slope(head, ALIBI_SPLIT)
+    if has_philox:
+        line = (batch.to(tl.int64) * heads + head) * rows + wide_row
+        seed_value = scalar_value(seed).to(tl.int64)
+        offset_value = scalar_value(offset).to(tl.int64)
+    if has_soft_cap:
+        inner, outer = 1.0, 1.0
+        if cap_inner is not None:
+            inner = scalar_value(cap_inner).to(tl.float32)
+        if cap_outer is not None:
+            outer = scalar_value(cap_outer).to(tl.float32)
+    factor = scalar_value(scale).to(tl.float32)
+    if FOLDS_SCALE:
+        factor = factor * LOG2_E
+
+    last_row = tl.minimum(first_row + BLOCK_M, count_q) - 1
+    first, end, first_full, end_full = key_bounds(
+        first_row, last_row, count_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    if first_row >= count_q:
+        end = first
+    first = first // BLOCK_N * BLOCK_N
+    # Whole blocks that every row sees in full; before and after them blocks are masked.
+    full_start = tl.cdiv(first_full, BLOCK_N) * BLOCK_N
+    full_end = end_full // BLOCK_N * BLOCK_N
+    full_start = tl.maximum(tl.minimum(full_start, end), first)
+    full_end = tl.maximum(tl.minimum(full_end, end // BLOCK_N * BLOCK_N), full_start)
+
+    acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+    acc_2 = 0.0
+    if DV_BLOCK_2 > 0:
+        acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    for part in tl.static_range(3):
+        if part == 0:
+            start, stop = first, full_start
+        elif part == 1:
+            start, stop = full_start, full_end
+        else:
+            start, stop = full_end, end
+        if part != 0 or HAS_LEFT:
+            acc, acc_2, total, top = attend(
+                acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
+                k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
+                start, stop, first_row, row[:, None], count_kv, shift, left, right, factor,
+                inner, outer, bias_at, bias_col, slope, line, keys, seed_value, offset_value,
+                drop_at, drop_col, mask_at, mask_row, mask_col, in_rows[:, None],
+                D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
+                is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
+                CAP_DIVIDES, has_block_mask, has_philox, THRESHOLD, has_drop_mask,
+                FOLDS_SCALE, part != 1,
+            )  # fmt: skip
+
+    if sink is not None:
+        level = tl.load(sink + head.to(tl.int64) * sink_head).to(tl.float32) * LOG2_E
+        new_top = tl.maximum(top, level)
+        safe = tl.where(new_top == -float("inf"), 0.0, new_top)
+        fade = tl.exp2(top - safe)
+        total = total * fade + tl.exp2(level - safe)
+        acc = acc * fade[:, None]
+        if DV_BLOCK_2 > 0:
+            acc_2 = acc_2 * fade[:, None]
+        top = new_top
+    # Rows beyond the length have no sink either.
+    total = tl.where(in_rows, total, 0.0)
+    is_empty = total == 0.0
+    weight = 1.0 / tl.where(is_empty, 1.0, total)
+    if has_philox:
+        weight = weight * KEEP_SCALE
+    if has_drop_mask:
+        weight = weight * scalar_value(drop_scale).to(tl.float32)
+    acc = tl.where(in_rows[:, None], acc * weight[:, None], 0.0)
+    in_declared = row < rows
+    in_o = in_rows if o_offsets is not None else in_declared
+    o_at = _row_offsets(
+        row, o_offsets, batch, head, o_offset_step, o_multiplier, o_batch, o_head, o_row,
+        o_offsets is not None, O_UNIT,
+    )  # fmt: skip
+    store_piece(o, o_at, in_o, o_col, acc, 0, DV_BLOCK, DV)
+    if DV_BLOCK_2 > 0:
+        acc_2 = tl.where(in_rows[:, None], acc_2 * weight[:, None], 0.0)
+        store_piece(o, o_at, in_o, o_col, acc_2, DV_BLOCK, DV_BLOCK_2, DV)
+    top = tl.where(is_empty, -float("inf"), top)
+    if stats is not None:
+        at = _row_offsets(
+            row, stats_offsets, batch, head, stats_offset_step, stats_multiplier,
+            stats_batch, stats_head, stats_row, stats_offsets is not None, 1,
+        )  # fmt: skip
+        value = top + tl.log2(tl.where(is_empty, 1.0, total))
+        if not STATS_LOG2:
+            value = value * LN_2
+        in_stats = in_rows if stats_offsets is not None else in_declared
+        tl.store(stats + at, value.to(stats.dtype.element_ty), mask=in_stats)
+    if smax is not None:
+        at = _row_offsets(
+            row, smax_offsets, batch, head, smax_offset_step, smax_multiplier,
+            smax_batch, smax_head, smax_row, smax_offsets is not None, 1,
+        )  # fmt: skip
+        in_smax = in_rows if smax_offsets is not None else in_declared
+        tl.store(smax + at, (top * LN_2).to(smax.dtype.element_ty), mask=in_smax)
+    if ssum is not None:
+        at = _row_offsets(
+            row, ssum_offsets, batch, head, ssum_offset_step, ssum_multiplier,
+            ssum_batch, ssum_head, ssum_row, ssum_offsets is not None, 1,
+        )  # fmt: skip
+        in_ssum = in_rows if ssum_offsets is not None else in_declared
+        tl.store(ssum + at, total.to(ssum.dtype.element_ty), mask=in_ssum)
+
+
+@triton.jit
+def store_piece(
+    at, token, inside, step, values, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
+):
+    """Store (tokens, BLOCK) values as elements FIRST .. FIRST + BLOCK, up to SIZE."""
+    along = FIRST + tl.arange(0, BLOCK)
+    pointers = at + token[:, None] + (along * step)[None, :]
+    mask = inside[:, None]
+    if FIRST + BLOCK > SIZE:
+        mask = mask & (along < SIZE)[None, :]
+    tl.store(pointers, values.to(at.dtype.element_ty), mask=mask)
+
+
+def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
+    """One proposal, with its tile as knobs."""
+    spec = read_spec(only_operation(graph, "attention"))
+    config = choose_config(spec, sm_count)
+    notes = frozenset({behavior_note.RUNTIME_COMPILATION})
+    return [Proposal(config.knobs(), 1.0, notes)]
+
+
+def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
+    """The kernel of a graph; aligned operands get wide loads, with a general plan behind them."""
+    spec = read_spec(only_operation(graph, "attention"))
+    config = choose_config(spec, sm_count).with_knobs(dict(knobs))
+    slots = slot_numbers(graph)
+    if not (spec.batch and spec.rows):
+        return KernelPlan(())
+    general = KernelPlan((_forward(spec, slots, config, is_aligned=False),))
+    ports = ("q", "k", "v", "O")
+    if not steps_in_vectors(spec, ports):
+        return general
+    return KernelPlan(
+        (_forward(spec, slots, config, is_aligned=True),),
+        needs_aligned=tuple(slots[spec.ports[port].uid] for port in ports),
+        fallback=general,
+    )
+
+
+def _forward(
+    spec: AttentionSpec, slots: dict[int, int], config: ForwardConfig, *, is_aligned: bool
+) -> PlannedKernel:
+    arguments = KernelArguments(slots)
+    add_operands(arguments, spec, is_aligned=is_aligned)
+    block, block_2 = pieces(spec.depth)
+    block_v, block_v_2 = pieces(spec.depth_v)
+    arguments.constant(
+        D=spec.depth,
+        DV=spec.depth_v,
+        D_BLOCK=block,
+        D_BLOCK_2=block_2,
+        DV_BLOCK=block_v,
+        DV_BLOCK_2=block_v_2,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        LAST_FIRST=spec.right is not None,
+    )
+    tiles = triton.cdiv(spec.rows, config.block_m)
+    grid = (tiles * spec.heads_q * spec.batch, 1, 1)
+    return arguments.planned(attention_forward, grid, config.warps, config.stages)
+
+
+def add_operands(arguments: KernelArguments, spec: AttentionSpec, *, is_aligned: bool) -> None:
+    """Everything of the forward kernel that follows from the declaration alone."""
+    ports = spec.ports
+    unit = vector_unit(spec.data_type) if is_aligned else 1
+    o_unit = vector_unit(ports["O"].data_type) if is_aligned else 1
+    for name in ("q", "k", "v"):
+        arguments.pointer(name, ports[name], is_aligned=is_aligned)
+        arguments.steps(name, ports[name], unit=unit)
+        arguments.ragged(name, ports[name], unit=unit)
+    arguments.pointer("o", ports["O"], is_aligned=is_aligned)
+    arguments.steps("o", ports["O"], unit=o_unit)
+    arguments.ragged("o", ports["O"], unit=o_unit)
+    for port in STATISTICS:
+        arguments.pointer(_SHORT[port], ports.get(port))
+        arguments.steps(_SHORT[port], ports.get(port))
+        arguments.ragged(_SHORT[port], ports.get(port))
+    for name, port in (("bias", "bias"), ("drop", "dropout_mask"), ("mask", "block_mask")):
+        long = {"drop": "drop_mask", "mask": "block_mask"}.get(name, name)
+        arguments.pointer(long, ports.get(port))
+        arguments.steps(name, ports.get(port))
+    sink = ports.get("sink_token")
+    arguments.pointer("sink", sink)
+    arguments.integer("sink_head", 0 if sink is None or spec.heads_q == 1 else sink.stride[1])
+    arguments.length("len_q", spec.len_q)
+    arguments.length("len_kv", spec.len_kv)
+    for side in ("k", "v"):
+        table = ports.get(f"paged_attention_{side}_table")
+        arguments.pointer(f"{side}_table", table)
+        arguments.integer(f"{side}_table_batch", 0 if table is None else table.stride[0])
+        arguments.integer(f"{side}_table_row", 0 if table is None else table.stride[2])
+    if spec.scale is None:
+        arguments.scalar("scale", ports["attn_scale"], "fp32")
+    else:
+        arguments.number("scale", spec.scale)
+    cap = spec.soft_cap
+    arguments.scalar("cap_inner", None if cap is None else cap.inner, "fp32")
+    arguments.scalar("cap_outer", None if cap is None else cap.outer, "fp32")
+    arguments.scalar("drop_scale", ports.get("dropout_scale"), "fp32")
+    arguments.scalar("seed", ports.get("dropout_seed"), "i64")
+    arguments.scalar("offset", ports.get("dropout_offset"), "i64")
+    for name, value in (
+        ("rows", spec.rows),
+        ("keys", spec.keys),
+        ("heads", spec.heads_q),
+        ("group", spec.group),
+        ("left", spec.left or 0),
+        ("right", spec.right or 0),
+    ):
+        arguments.extent(name, value)
+    probability = spec.drop_probability
+    changes = spec.changes_scores
+    arguments.constant(
+        UNIT=unit,
+        O_UNIT=o_unit,
+        K_PAGE=ports["k"].dim[2] if spec.is_paged else 1,
+        V_PAGE=ports["v"].dim[2] if spec.is_paged else 1,
+        HAS_LEFT=spec.left is not None,
+        HAS_RIGHT=spec.right is not None,
+        BOTTOM_RIGHT=spec.bottom_right,
+        ALIBI_SPLIT=alibi_split(spec.heads_q) if spec.alibi else 0,
+        CAP_DIVIDES=None if cap is None else cap.divides,
+        THRESHOLD=int(probability * 2.0**32),
+        KEEP_SCALE=1.0 / (1.0 - probability),
+        # Only a positive factor may be taken out of the maximum.
+        FOLDS_SCALE=not changes and spec.scale is not None and spec.scale > 0.0,
+        STATS_LOG2=spec.stats_log2,
+    )

@@ -1,0 +1,79 @@
+"""Tiles of attention kernels: how a head size is cut, and which tile a declaration gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tilewright.dtypes import DataType
+from tilewright.engines.base import Knobs
+from tilewright.engines.triton.attention_spec import AttentionSpec
+from tilewright.graph.enums import knob_type
+
+# A matrix product takes at least this many of each axis.
+MIN_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """``block_m`` queries by ``block_n`` keys a step, ``warps`` warps, ``stages`` of loads."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def knobs(self) -> Knobs:
+        """The same as knobs."""
+        return (
+            (knob_type.TILE_M, self.block_m),
+            (knob_type.TILE_N, self.block_n),
+            (knob_type.WARPS, self.warps),
+            (knob_type.STAGES, self.stages),
+        )
+
+    def with_knobs(self, knobs: Mapping[knob_type, int]) -> ForwardConfig:
+        """This config with what the knobs say."""
+        return replace(
+            self,
+            block_m=knobs.get(knob_type.TILE_M, self.block_m),
+            block_n=knobs.get(knob_type.TILE_N, self.block_n),
+            warps=knobs.get(knob_type.WARPS, self.warps),
+            stages=knobs.get(knob_type.STAGES, self.stages),
+        )
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is at least ``value``."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def pieces(size: int) -> tuple[int, int]:
+    """A head size as one or two powers of two that cover it; the second may be 0.
+
+    48 is 32 + 16, 96 is 64 + 32, 192 is 128 + 64; 80 is 64 + 16, and 100 is 128.
+    """
+    whole = max(power_of_two(size), MIN_BLOCK)
+    half = whole // 2
+    if size <= half or half < MIN_BLOCK:
+        return whole, 0
+    rest = max(power_of_two(size - half), MIN_BLOCK)
+    return (half, rest) if rest < half else (whole, 0)
+
+
+def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
+    """The tile for a declaration."""
+    width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))
+    if spec.data_type is DataType.FLOAT:
+        if width <= 64:
+            return ForwardConfig(64, 32, 4, 2)
+        return ForwardConfig(32, 32, 4, 1) if width <= 128 else ForwardConfig(16, 16, 4, 1)
+    if spec.rows <= 16:
+        return ForwardConfig(16, 64, 4, 2)
+    if spec.rows <= 64 or spec.has_philox or spec.has_bias or spec.has_drop_mask:
+        return ForwardConfig(64, 64, 4, 2)
+    if width <= 64:
+        return ForwardConfig(128, 128, 8, 3)
+    if width <= 128:
+        return ForwardConfig(128, 64, 8, 3)
+    return ForwardConfig(128, 64, 8, 2)

@@ -1,0 +1,263 @@
+"""The loop of attention forward: one tile of queries over a range of keys, softmax on the way.
+
+    S = scale q k^T, changed and masked;  m' = max(m, max S);  P = exp2(S - m')
+    l = l exp2(m - m') + sum P;  acc = acc exp2(m - m') + P v
+
+Scores, m and l are in float32 and m in base 2; P meets v in v's type, sums are in float32.
+Source: FlashAttention-2 (Dao 2023). Head sizes are cut in at most two pieces, each a power of two,
+so that 96 and 192 do not pay for 128 and 256.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.engines.compiled.bf16 import dot
+from tilewright.engines.triton.attention_addresses import token_offsets
+from tilewright.engines.triton.attention_masks import (
+    LOG2_E,
+    changed_scores,
+    philox_keep,
+    tile_is_open,
+    visible,
+)
+
+
+@triton.jit
+def scalar_value(value):
+    """A scalar argument, given as itself or as an address."""
+    # Interpreted, a number is one of Python's.
+    value = tl.to_tensor(value)
+    if value.dtype.is_ptr():
+        return tl.load(value)
+    else:
+        return value
+
+
+@triton.jit
+def load_piece(
+    at,
+    token,
+    in_keys,
+    step,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Elements FIRST .. FIRST + BLOCK of tokens ``token`` elements from ``at``, (tokens, BLOCK).
+
+    0 beyond SIZE and, if IS_MASKED, for tokens that are not ``in_keys``.
+    """
+    along = FIRST + tl.arange(0, BLOCK)
+    if IS_TRANSPOSED:
+        pointers = at + token[None, :] + (along * step)[:, None]
+        in_size = (along < SIZE)[:, None]
+        is_token = in_keys[None, :]
+    else:
+        pointers = at + token[:, None] + (along * step)[None, :]
+        in_size = (along < SIZE)[None, :]
+        is_token = in_keys[:, None]
+    if FIRST + BLOCK > SIZE:
+        if IS_MASKED:
+            return tl.load(pointers, mask=in_size & is_token, other=0.0)
+        else:
+            return tl.load(pointers, mask=in_size, other=0.0)
+    elif IS_MASKED:
+        return tl.load(pointers, mask=is_token, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def add_product(weights, values, seen, acc, CHECKS: tl.constexpr):
+    """acc + weights @ values, in which values that a row does not see do not exist.
+
+    A weight of 0 times NaN or infinity would be NaN. Such values are rare: they are looked for
+    (``CHECKS``) only where rows of one tile see different keys, and then marked by a product of
+    their own: n(+inf) + 256 n(-inf) + 65504 n(NaN) over the keys that a row sees.
+    """
+    kind: tl.constexpr = values.dtype
+    if CHECKS:
+        wide = values.to(tl.float32)
+        is_finite = tl.abs(wide) < float("inf")
+        count = tl.sum(tl.sum((~is_finite).to(tl.int32), 1), 0)
+        if count > 0:
+            acc = dot(weights.to(kind), tl.where(is_finite, wide, 0.0).to(kind), acc)
+            code = tl.where(wide == float("inf"), 1.0, 0.0)
+            code += tl.where(wide == -float("inf"), 256.0, 0.0)
+            code += tl.where(wide != wide, 65280.0, 0.0)
+            marks = dot(seen.to(tl.float32).to(kind), code.to(kind), tl.zeros_like(acc))
+            is_nan = marks >= 65280.0
+            negative = tl.floor(marks * (1.0 / 256.0))
+            sees_positive = marks - negative * 256.0 > 0.0
+            acc = tl.where(sees_positive, acc + float("inf"), acc)
+            acc = tl.where(negative > 0.0, acc - float("inf"), acc)
+            acc = tl.where(is_nan, float("nan"), acc)
+        else:
+            acc = dot(weights.to(kind), values, acc)
+        return acc
+    else:
+        return dot(weights.to(kind), values, acc)
+
+
+@triton.jit
+def attend(
+    acc,
+    acc_2,
+    total,
+    top,
+    q,
+    q_2,
+    k_at,
+    v_at,
+    k_row,
+    v_row,
+    k_col,
+    v_col,
+    k_table,
+    v_table,
+    k_table_step,
+    v_table_step,
+    k_page,
+    v_page,
+    start,
+    stop,
+    first_row,
+    row,
+    len_kv,
+    shift,
+    left,
+    right,
+    scale,
+    cap_inner,
+    cap_outer,
+    bias_at,
+    bias_col,
+    slope,
+    line,
+    keys,
+    seed,
+    offset,
+    drop_at,
+    drop_col,
+    mask_at,
+    mask_row,
+    mask_byte,
+    in_rows,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    D_BLOCK_2: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    DV_BLOCK_2: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    K_PAGE: tl.constexpr,
+    V_PAGE: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    CAP_DIVIDES: tl.constexpr,
+    HAS_BLOCK_MASK: tl.constexpr,
+    HAS_PHILOX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    HAS_DROP_MASK: tl.constexpr,
+    FOLDS_SCALE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Keys [start, stop) for one tile of queries; returns (acc, acc_2, total, top).
+
+    ``row`` is (M, 1); what depends on the head is a scalar or (M, 1) as well. Without IS_MASKED
+    every key of the range is seen by every row, as far as lengths and the band go. ``scale`` is in
+    base 2 if FOLDS_SCALE. ``start`` is a multiple of BLOCK_N.
+    """
+    changes: tl.constexpr = HAS_BIAS or HAS_ALIBI or HAS_SOFT_CAP
+    # Rows of one tile may see different keys, or none at all.
+    hides: tl.constexpr = HAS_BIAS or (IS_MASKED and (HAS_LEFT or HAS_RIGHT))
+    within = tl.arange(0, BLOCK_N)
+    for first in range(start, stop, BLOCK_N):
+        first = tl.to_tensor(first)
+        col = first + within
+        in_keys = col < len_kv
+        runs = True
+        if HAS_BLOCK_MASK:
+            runs = tile_is_open(mask_at, first_row, first, mask_row, mask_byte)
+        if runs:
+            if IS_PAGED:
+                k_token = token_offsets(
+                    col, in_keys, k_row, k_table, k_table_step, k_page, K_PAGE, True
+                )
+                v_token = token_offsets(
+                    col, in_keys, v_row, v_table, v_table_step, v_page, V_PAGE, True
+                )
+                k_first, v_first = k_at, v_at
+            else:
+                # The part of an address that changes is a scalar.
+                k_token = within.to(tl.int64) * k_row
+                v_token = within.to(tl.int64) * v_row
+                k_first = k_at + first.to(tl.int64) * k_row * UNIT
+                v_first = v_at + first.to(tl.int64) * v_row * UNIT
+            k_token, v_token = k_token * UNIT, v_token * UNIT
+            k = load_piece(k_first, k_token, in_keys, k_col, 0, D_BLOCK, D, True, IS_MASKED)
+            score = dot(q, k, tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+            if D_BLOCK_2 > 0:
+                k_2 = load_piece(
+                    k_first, k_token, in_keys, k_col, D_BLOCK, D_BLOCK_2, D, True, IS_MASKED
+                )
+                score = dot(q_2, k_2, score)
+            column = col[None, :]
+            if not FOLDS_SCALE:
+                score = score * scale
+            if changes:
+                inside = in_rows & in_keys[None, :]
+                score = changed_scores(
+                    score, row, column, shift, cap_inner, cap_outer,
+                    bias_at + column.to(tl.int64) * bias_col if HAS_BIAS else 0, inside, slope,
+                    HAS_SOFT_CAP, CAP_DIVIDES, HAS_BIAS, HAS_ALIBI,
+                )  # fmt: skip
+            if not FOLDS_SCALE:
+                score = score * LOG2_E
+            if IS_MASKED:
+                seen = visible(
+                    row, column, 2147483647, len_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
+                )
+                score = tl.where(seen, score, -float("inf"))
+            highest = tl.max(score, 1)
+            if FOLDS_SCALE:
+                highest = highest * scale
+            new_top = tl.maximum(top, highest)
+            level = new_top
+            if IS_MASKED or changes:
+                # exp2(-inf + inf) would be NaN; against 0 it is 0.
+                level = tl.where(new_top == -float("inf"), 0.0, new_top)
+            if FOLDS_SCALE:
+                weights = tl.exp2(score * scale - level[:, None])
+            else:
+                weights = tl.exp2(score - level[:, None])
+            fade = tl.exp2(top - level)
+            total = total * fade + tl.sum(weights, 1)
+            top = new_top
+            if HAS_PHILOX:
+                kept = philox_keep(line, column, keys, seed, offset, THRESHOLD)
+                weights = tl.where(kept, weights, 0.0)
+            if HAS_DROP_MASK:
+                drop_inside = in_rows & in_keys[None, :]
+                factor = tl.load(
+                    drop_at + column.to(tl.int64) * drop_col, mask=drop_inside, other=0.0
+                )
+                weights = weights * factor.to(tl.float32)
+            acc = acc * fade[:, None]
+            v = load_piece(v_first, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, IS_MASKED)
+            is_seen = score != -float("inf")
+            acc = add_product(weights, v, is_seen, acc, hides)
+            if DV_BLOCK_2 > 0:
+                acc_2 = acc_2 * fade[:, None]
+                v_2 = load_piece(
+                    v_first, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, IS_MASKED
+                )
+                acc_2 = add_product(weights, v_2, is_seen, acc_2, hides)
+    return acc, acc_2, total, top
