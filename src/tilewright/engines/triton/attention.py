@@ -25,7 +25,7 @@ from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_
 from tilewright.engines.triton.attention_masks import LN_2, LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_spec import AttentionSpec, alibi_split, read_spec
 from tilewright.engines.triton.rows import only_operation
-from tilewright.graph.enums import behavior_note, knob_type
+from tilewright.graph.enums import behavior_note
 from tilewright.graph.graph import DeclaredGraph
 
 STATISTICS = ("Stats", "score_max", "score_sum_exp")
