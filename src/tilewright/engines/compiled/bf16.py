@@ -7,7 +7,6 @@ both operands to float32 there is exact: products of two bfloat16 are, and sums 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,8 +14,8 @@ import triton.language as tl
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def dot(a: Any, b: Any, acc: Any) -> Any:
+@triton.jit
+def dot(a, b, acc):
     """acc + a @ b in float32; float32 operands are multiplied as such, without TF32."""
     if _IS_INTERPRETED:
         a = a.to(tl.float32)

@@ -26,7 +26,7 @@ from tilewright.engines.triton.attention_masks import (
 def scalar_value(value):
     """A scalar argument, given as itself or as an address."""
     # Interpreted, a number is one of Python's.
-    value = tl.to_tensor(value)
+    value = tl.core.to_tensor(value)
     if value.dtype.is_ptr():
         return tl.load(value)
     else:
@@ -180,7 +180,7 @@ def attend(
     hides: tl.constexpr = HAS_BIAS or (IS_MASKED and (HAS_LEFT or HAS_RIGHT))
     within = tl.arange(0, BLOCK_N)
     for first in range(start, stop, BLOCK_N):
-        first = tl.to_tensor(first)
+        first = tl.core.to_tensor(first)
         col = first + within
         in_keys = col < len_kv
         runs = True
