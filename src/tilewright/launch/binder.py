@@ -84,7 +84,8 @@ class Binder:
             for slot in self.slots
         )
         self._cuda_index = device.index if device.type == "cuda" else None
-        self._pairs = _written_pairs(self.slots, in_place)
+        # (written slot, other slot, whether they may be one buffer)
+        self.pairs = _written_pairs(self.slots, in_place)
 
     def bind(self, pack: VariantPack, workspace: Any = None) -> Binding:
         """Check every operand of a call and make its views; nothing is written.
@@ -125,12 +126,43 @@ class Binder:
             views.append(view)
             starts.append(start)
             stops.append(stop)
-        for written, other, may_share in self._pairs:
+        for written, other, may_share in self.pairs:
             if starts[written] < stops[other] and starts[other] < stops[written]:
                 self._check_pair(written, other, may_share, starts, stops)
         if workspace is not None or self.workspace_bytes:
             self._check_workspace(workspace, starts, stops)
         return Binding(views, starts, stops)
+
+    def order_of(self, keys: tuple[Any, ...]) -> tuple[int, ...] | None:
+        """Where in a pack with these keys each slot's buffer is, -1 for none.
+
+        None if that needs a closer look at each call: a key that names no slot, two that name one,
+        or a tensor whose uid can still change.
+        """
+        order = [-1] * len(self.slots)
+        for number, key in enumerate(keys):
+            if type(key) is Tensor:
+                if not key._graph._validated:
+                    return None
+                key = key._uid
+            position = None if type(key) is bool else self._positions.get(key)
+            if position is None or order[position] >= 0:
+                return None
+            order[position] = number
+        return tuple(order)
+
+    def is_packed(self, number: int) -> bool:
+        """True if a contiguous buffer is laid out as the slot declares."""
+        return self._expected[number][2] is None
+
+    def same_layout(self, first: int, second: int) -> bool:
+        """True if the two slots see the same elements of one buffer."""
+        one, two = self.slots[first], self.slots[second]
+        return (
+            one.dim == two.dim
+            and one.data_type.bits == two.data_type.bits
+            and _steps(one) == _steps(two)
+        )
 
     def _by_position(self, pack: VariantPack) -> list[Any]:
         """The pack's buffers in slot order, None where it has none."""
@@ -139,27 +171,22 @@ class Binder:
         if picked is not None:
             given = [*pack.values(), None]
             return [given[i] for i in picked]
+        order = self.order_of(keys)
+        if order is not None:
+            if len(self._orders) < _MEMO:
+                self._orders[keys] = order
+            given = [*pack.values(), None]
+            return [given[i] for i in order]
         buffers: list[Any] = [None] * len(self.slots)
-        positions = self._positions
-        # Where in the pack each slot's buffer is; -1, the appended None, for none. Remembered for
-        # packs of the same keys, unless a key names no slot.
-        order = [-1] * len(self.slots)
-        is_plain = True
-        for number, (key, buffer) in enumerate(pack.items()):
-            position = positions.get(key._uid if type(key) is Tensor else key)
+        for key, buffer in pack.items():
+            position = self._positions.get(key._uid if type(key) is Tensor else key)
             if position is None or type(key) is bool:
                 self._check_other_key(key)
-                is_plain = False
                 continue
-            if order[position] >= 0:
-                is_plain = False
             if buffers[position] is not None and buffers[position] is not buffer:
                 uid = self.slots[position].uid
                 raise BindingError(f"variant pack: tensor with uid {uid} is given two buffers")
             buffers[position] = buffer
-            order[position] = number
-        if len(self._orders) < _MEMO and is_plain:
-            self._orders[keys] = tuple(order)
         return buffers
 
     def _check_other_key(self, key: Any) -> None:
@@ -265,12 +292,7 @@ class Binder:
         self, written: int, other: int, may_share: bool, starts: list[int], stops: list[int]
     ) -> None:
         out, second = self.slots[written], self.slots[other]
-        same_view = (
-            starts[written] == starts[other]
-            and out.dim == second.dim
-            and out.data_type.bits == second.data_type.bits
-            and _steps(out) == _steps(second)
-        )
+        same_view = starts[written] == starts[other] and self.same_layout(written, other)
         if may_share and same_view:
             return
         first_range = _byte_range(out, starts[written], stops[written])

@@ -1,7 +1,6 @@
 """The few driver calls that a prepared launch needs, through ctypes. No compiler, no toolkit.
 
-``cuLaunchKernel`` is called with a parameter block that is packed once; only pointers change
-between calls. Loading is lazy: importing this module needs no GPU.
+The launch itself is in ``driver_launch``. Loading is lazy: importing this module needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ def driver() -> ctypes.CDLL:
     except OSError as error:
         raise LaunchError(f"no CUDA driver on this machine: {error}") from error
     pointer, uint = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *([uint] * 7), pointer, pointer, pointer]
+    library.cuDeviceGet.argtypes = [pointer, ctypes.c_int]
+    library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    library.cuCtxSetCurrent.argtypes = [pointer]
     library.cuModuleLoadData.argtypes = [pointer, pointer]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]

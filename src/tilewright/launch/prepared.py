@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 
 from tilewright.errors import BindingError, LaunchError
-from tilewright.launch.cuda_driver import check, driver
+from tilewright.launch.driver_launch import KernelCall
+from tilewright.launch.handles import as_stream_pointer
 from tilewright.launch.tensor_maps import (
     TENSOR_MAP_ALIGNMENT,
     TENSOR_MAP_BYTES,
@@ -86,17 +86,18 @@ class KernelLaunch:
         arguments: Sequence[Argument],
     ) -> None:
         self.name = name
-        self.geometry = (function, *grid, threads, 1, 1, shared_bytes)
+        self.call = KernelCall(name, function, grid, threads, shared_bytes)
         # Triton's own two trailing pointers, global and profile scratch, are null.
-        types, arguments = _expanded(types, arguments)
+        types, self.arguments = _expanded(types, arguments)
         formats = [*("Q" if kind.startswith("*") else _FORMATS[kind] for kind in types), "Q", "Q"]
-        offsets, self.size = _layout(formats)
+        self.formats = tuple(formats)
+        self.offsets, self.size = _layout(formats)
         self.template = bytearray(self.size)
         leading: list[int] = []
         self._rest: list[tuple[str, int, Argument]] = []
         maps: list[tuple[int, TensorMapEncoder]] = []
-        for position, argument in enumerate(arguments):
-            code, offset = "<" + formats[position], offsets[position]
+        for position, argument in enumerate(self.arguments):
+            code, offset = "<" + formats[position], self.offsets[position]
             if isinstance(argument, TensorMap):
                 maps.append((offset, TensorMapEncoder(argument)))
             elif isinstance(argument, Constant):
@@ -131,35 +132,48 @@ class KernelLaunch:
 
 
 class BoundLaunch:
-    """The parameter block of one call of one kernel."""
+    """The parameter block of one call of one kernel.
+
+    ``block`` is the memory that the driver copies the parameters from; ``extra`` tells it where
+    that is.
+    """
 
     __slots__ = (
-        "_block",
-        "_extra",
-        "_geometry",
+        "_device_index",
+        "_function",
+        "_keep",
         "_launch",
         "_launch_kernel",
         "_mapped",
-        "_memory",
-        "_size",
+        "_streams",
+        "block",
+        "extra",
     )
 
-    def __init__(self, launch: KernelLaunch) -> None:
+    def __init__(self, launch: KernelLaunch, device_index: int) -> None:
         self._launch = launch
-        self._block = bytearray(launch.template)
-        self._memory = (ctypes.c_char * launch.size).from_buffer(self._block)
-        self._size = ctypes.c_size_t(launch.size)
-        self._extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER,
-            ctypes.addressof(self._memory),
-            _BUFFER_SIZE,
-            ctypes.addressof(self._size),
-            _END,
+        self._device_index = device_index
+        self.block = bytearray(launch.template)
+        memory = (ctypes.c_char * launch.size).from_buffer(self.block)
+        size = ctypes.c_size_t(launch.size)
+        self._keep = (memory, size)
+        self.extra = ctypes.byref(
+            (ctypes.c_void_p * 5)(
+                _BUFFER_POINTER,
+                ctypes.addressof(memory),
+                _BUFFER_SIZE,
+                ctypes.addressof(size),
+                _END,
+            )
         )
         # What the block's tensor maps point to now: the same again needs no encoding.
         self._mapped = [0] * len(launch.maps)
-        self._geometry = launch.geometry
-        self._launch_kernel = driver().cuLaunchKernel
+        call = launch.call
+        self._launch_kernel, self._streams, self._function = (
+            call.launch,
+            call.streams,
+            call.function,
+        )
 
     def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
         """Bind: see ``KernelLaunch.fill``.
@@ -170,9 +184,9 @@ class BoundLaunch:
         for number, (offset, encoder) in enumerate(self._launch.maps):
             start = starts[encoder.slot]
             if self._mapped[number] != start:
-                self._block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start)
+                self.block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start)
                 self._mapped[number] = start
-        self._launch.fill(self._block, starts, views, scratch)
+        self._launch.fill(self.block, starts, views, scratch)
 
     def run(self, stream: int) -> None:
         """Launch on ``stream``; asynchronous.
@@ -180,40 +194,40 @@ class BoundLaunch:
         Raises:
             LaunchError: if the driver refuses.
         """
-        status = self._launch_kernel(*self._geometry, stream, None, self._extra)
+        status = self._launch_kernel(self._streams[stream], self._function, None, self.extra)
         if status:
-            check(status, f"kernel {self._launch.name!r}: launch")
+            self._launch.call.recover(status, stream, self.extra, self._device_index)
 
 
 class BoundPlan:
     """The blocks of all kernels of a plan, filled for one call."""
 
-    __slots__ = ("_launches", "_only")
+    __slots__ = ("launches", "run")
 
-    def __init__(self, launches: Sequence[KernelLaunch]) -> None:
-        self._launches = tuple(BoundLaunch(launch) for launch in launches)
-        self._only = self._launches[0] if len(self._launches) == 1 else None
+    def __init__(self, launches: Sequence[KernelLaunch], device_index: int) -> None:
+        self.launches = tuple(BoundLaunch(launch, device_index) for launch in launches)
+        # Launches every kernel in order on a stream.
+        self.run: Callable[[int], None] = (
+            self.launches[0].run if len(self.launches) == 1 else self._run_all
+        )
 
     def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
         """Bind every kernel."""
-        for launch in self._launches:
+        for launch in self.launches:
             launch.fill(starts, views, scratch)
 
-    def run(self, stream: int) -> None:
-        """Launch every kernel in order on ``stream``."""
-        if self._only is not None:
-            self._only.run(stream)
-            return
-        for launch in self._launches:
+    def _run_all(self, stream: int) -> None:
+        for launch in self.launches:
             launch.run(stream)
 
 
 class KernelFrame:
     """One call of a plan made of prepared kernels. ``launch`` is the hot path."""
 
-    __slots__ = ("_device_index", "_keep", "_run", "plan_name")
+    __slots__ = ("_device_index", "_keep", "_run", "bound", "plan_name")
 
     def __init__(self, bound: BoundPlan, device_index: int, plan_name: str, keep: Any) -> None:
+        self.bound = bound
         self._run = bound.run
         self._device_index = device_index
         # The caller's buffers stay alive as long as the frame may be launched.
@@ -222,7 +236,14 @@ class KernelFrame:
 
     def launch(self, stream: Any = None) -> None:
         """Run on ``stream`` (an int or a torch stream), default the device's current stream."""
-        launch_on(self._run, self._device_index, stream)
+        if stream is None:
+            stream = _current_stream(self._device_index)
+        elif type(stream) is not int:
+            stream = as_stream_pointer(stream)
+        if _current_device() == self._device_index:
+            self._run(stream)
+        else:
+            launch_on(self._run, self._device_index, stream)
 
 
 # Looked up once: a build of torch without CUDA has neither, and launches nothing here.
@@ -234,8 +255,8 @@ def launch_on(run: Callable[[int], None], device_index: int, stream: Any) -> Non
     """``run(stream)`` with the device current; None is torch's current stream there."""
     if stream is None:
         stream = _current_stream(device_index)
-    elif not isinstance(stream, int):
-        stream = stream.cuda_stream
+    elif type(stream) is not int:
+        stream = as_stream_pointer(stream)
     if _current_device() == device_index:
         run(stream)
         return
@@ -243,15 +264,34 @@ def launch_on(run: Callable[[int], None], device_index: int, stream: Any) -> Non
         run(stream)
 
 
-class ThreadBlocks(threading.local):
-    """A plan's parameter blocks for calls that are bound and launched at once, one a thread.
+class BlockPool:
+    """A plan's parameter blocks for calls that are bound and launched at once.
 
-    The driver copies the block during the launch call, so the next call of the same thread may
-    fill it again.
+    A call takes an entry for itself, so that concurrent calls share none, and gives it back: the
+    driver has copied the blocks by then. An entry is a list: the facts that the blocks are filled
+    for (None if unknown), the bound plan, and each kernel's block and ``extra``.
     """
 
-    def __init__(self, launches: Sequence[KernelLaunch]) -> None:
-        self.bound = BoundPlan(launches)
+    def __init__(self, launches: Sequence[KernelLaunch], device_index: int) -> None:
+        self.launches = tuple(launches)
+        self.device_index = device_index
+        self._entries: list[list[Any]] = []
+        # Appending to a list and popping from it are atomic.
+        self.give = self._entries.append
+        self.pop = self._entries.pop
+
+    def take(self) -> list[Any]:
+        """An entry that no other call has."""
+        try:
+            return self.pop()
+        except IndexError:
+            return self.make()
+
+    def make(self) -> list[Any]:
+        """A new entry."""
+        bound = BoundPlan(self.launches, self.device_index)
+        parts = [part for launch in bound.launches for part in (launch.block, launch.extra)]
+        return [None, bound, *parts]
 
 
 def _host_value(view: torch.Tensor, kernel: str) -> int | float:

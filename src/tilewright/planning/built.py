@@ -11,6 +11,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.binder import Binder, VariantPack
 from tilewright.launch.context import outside_modes
+from tilewright.launch.direct import DirectCalls
 from tilewright.launch.slots import in_place_pairs, make_slots
 from tilewright.planning.plans import Plan
 from tilewright.planning.table import engine_by_id
@@ -38,6 +39,9 @@ class BuiltPlan:
                 workspace_bytes=self.workspace_bytes,
                 needs_views=self.executable.needs_views,
             )
+            # An executable of prepared kernels has a short way for plain calls.
+            make = getattr(self.executable, "direct_calls", None)
+            self._direct: DirectCalls | None = None if make is None else make(self.binder)
 
     def bind(self, pack: VariantPack, workspace: Any = None) -> Launchable:
         """Check a call and bind it; nothing is written before ``Frame.launch``.
@@ -54,4 +58,9 @@ class BuiltPlan:
         Raises:
             BindingError: if an operand or the workspace does not fit; nothing was written then.
         """
+        direct = self._direct
+        if direct is not None and (
+            direct.current(pack, workspace, stream) or direct.other(pack, workspace, stream)
+        ):
+            return
         self.executable.execute(self.binder.bind(pack, workspace), workspace, stream)

@@ -12,10 +12,12 @@ from tilewright.engines.compiled.code_cache import kernel_code
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.errors import NotSupportedError
-from tilewright.launch.binder import Binding, workspace_pointer, workspace_view
+from tilewright.launch.binder import Binder, Binding, workspace_pointer, workspace_view
 from tilewright.launch.cuda_driver import load_module
+from tilewright.launch.direct import DirectCalls
 from tilewright.launch.frames import Frame
 from tilewright.launch.prepared import (
+    BlockPool,
     BoundPlan,
     Constant,
     HostScalar,
@@ -23,7 +25,6 @@ from tilewright.launch.prepared import (
     KernelLaunch,
     Operand,
     Scratch,
-    ThreadBlocks,
     launch_on,
     require_grid,
 )
@@ -43,7 +44,7 @@ class CudaExecutable:
         self._launches = tuple(
             _load(kernel, self._device_index, compute_capability) for kernel in plan.kernels
         )
-        self._blocks = ThreadBlocks(self._launches)
+        self._blocks = BlockPool(self._launches, self._device_index)
         self._needs_aligned = plan.needs_aligned
         self._fallback = (
             None
@@ -54,16 +55,22 @@ class CudaExecutable:
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> KernelFrame:
         """The parameter blocks of one call."""
         chosen = self._for(binding.starts)
-        bound = BoundPlan(chosen._launches)
+        bound = BoundPlan(chosen._launches, self._device_index)
         bound.fill(binding.starts, binding.views, chosen._scratch(workspace))
         return KernelFrame(bound, self._device_index, plan_name, keep)
 
     def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
-        """Bind and launch at once, in this thread's parameter blocks."""
+        """Bind and launch at once, in parameter blocks of the plan."""
         chosen = self._for(binding.starts)
-        bound = chosen._blocks.bound
+        entry = chosen._blocks.take()
+        entry[0], bound = None, entry[1]
         bound.fill(binding.starts, binding.views, chosen._scratch(workspace))
         launch_on(bound.run, self._device_index, stream)
+        chosen._blocks.give(entry)
+
+    def direct_calls(self, binder: Binder) -> DirectCalls:
+        """The short way of plain calls; see ``tilewright.launch.direct``."""
+        return DirectCalls(binder, self._blocks, self._needs_aligned)
 
     def _for(self, starts: Sequence[int]) -> CudaExecutable:
         """This plan, or the general one if a pointer is less aligned than this one assumes."""

@@ -1,0 +1,278 @@
+"""The short way of a plain call: checks, binds and launches in one flat generated function.
+
+A call is plain if every operand is a torch tensor laid out as declared, on the plan's device, and
+nothing overlaps. ``DirectCalls.current(pack, workspace, stream)`` runs such a call and returns
+True. Of any other it returns False before anything is written, and the binder takes it, which has
+every rule and every message; so what is accepted here is a subset of what is accepted there.
+
+Layouts are checked at each call, since a tensor's can change in place. What depends on addresses
+alone (alignment, overlaps, the packed parameters) is kept with a parameter block for the addresses
+that it was last filled for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.launch import prepared
+from tilewright.launch.binder import Binder
+from tilewright.launch.prepared import (
+    BlockPool,
+    Constant,
+    HostScalar,
+    KernelLaunch,
+    Operand,
+    Scratch,
+)
+
+DirectCall = Callable[[Any, Any, Any], bool]
+# Sets of keys that a plan makes a function for; packs with others take the general way.
+_MAX_FUNCTIONS = 64
+# What a kernel may assume of a pointer that it does not list: nothing past the element's own.
+_KERNEL_ALIGNMENT_MASK = 15
+
+
+class DirectCalls:
+    """The generated functions of one plan, one for each set of keys that packs come with."""
+
+    def __init__(self, binder: Binder, pool: BlockPool, needs_aligned: Sequence[int]) -> None:
+        self._binder = binder
+        self._pool = pool
+        self._needs_aligned = frozenset(needs_aligned)
+        self._functions: dict[tuple[Any, ...], DirectCall] = {}
+        self.current: DirectCall = _declined
+
+    def other(self, pack: Any, workspace: Any, stream: Any) -> bool:
+        """Run a call that ``current`` did not take, if another function does."""
+        if type(pack) is not dict:
+            return False
+        keys = tuple(pack)
+        function = self._functions.get(keys)
+        if function is None:
+            if len(self._functions) >= _MAX_FUNCTIONS:
+                return False
+            order = self._binder.order_of(keys)
+            if order is None:
+                return False
+            function = _generate(self._binder, self._pool, self._needs_aligned, keys, order)
+            self._functions[keys] = function
+        if function is self.current:
+            return False
+        # A race of two threads here costs a look-up, no more: each runs the function of its pack.
+        self.current = function
+        return function(pack, workspace, stream)
+
+
+def _declined(pack: Any, workspace: Any, stream: Any) -> bool:
+    return False
+
+
+def _generate(
+    binder: Binder,
+    pool: BlockPool,
+    needs_aligned: frozenset[int],
+    keys: tuple[Any, ...],
+    order: Sequence[int],
+) -> DirectCall:
+    """The function for packs with these keys; ``order`` is each slot's position in the pack."""
+    slots = binder.slots
+    given = [number for number, position in enumerate(order) if position >= 0]
+    # A scalar that a call brings is read at the call, which takes the general way.
+    if any(slots[number].is_pass_by_value for number in given):
+        return _declined
+    if any(slot.value is None for i, slot in enumerate(slots) if i not in given):
+        return _declined
+    names: dict[str, Any] = {
+        "Tensor": torch.Tensor,
+        "Parameter": torch.nn.Parameter,
+        "index": -1 if binder.device.type == "cpu" else binder.device.index,
+        "device_index": pool.device_index,
+        "current_device": prepared._current_device,
+        "current_stream": prepared._current_stream,
+        "pop": pool.pop,
+        "give": pool.give,
+        "make": pool.make,
+    }
+    lines = [
+        "def call(pack, workspace, stream):",
+        f" if type(pack) is not dict or len(pack) != {len(keys)}:",
+        "  return False",
+        " try:",
+    ]
+    for number in given:
+        names[f"k{number}"] = keys[order[number]]
+        lines.append(f"  b{number} = pack[k{number}]")
+    lines += ["  pass", " except KeyError:", "  return False"]
+    for number in given:
+        lines += _layout_check(binder, number, names)
+    facts = [f"p{number}" for number in given]
+    spans = {i: f"p{i} + {slots[i].span_bytes}" for i in given}
+    for number in given:
+        lines.append(f" p{number} = b{number}.data_ptr()")
+        if slots[number].is_flat:
+            # It reaches as far as its buffer does.
+            lines.append(f" z{number} = b{number}.nbytes")
+            facts.append(f"z{number}")
+            spans[number] = f"p{number} + z{number}"
+            if not slots[number].is_ragged:
+                lines += [f" if z{number} < {slots[number].span_bytes}:", "  return False"]
+    lines += _workspace_check(binder.workspace_bytes)
+    if binder.workspace_bytes:
+        facts.append("w")
+    lines += [
+        " if stream is None:",
+        "  stream = current_stream(device_index)",
+        " elif type(stream) is not int:",
+        "  return False",
+        " if current_device() != device_index:",
+        "  return False",
+        f" facts = ({''.join(fact + ', ' for fact in facts)})",
+        " try:",
+        "  entry = pop()",
+        " except IndexError:",
+        "  entry = make()",
+        " if entry[0] != facts:",
+        f"  if {' or '.join(_refusals(binder, given, spans, needs_aligned)) or 'False'}:",
+        "   give(entry)",
+        "   return False",
+        "  entry[0] = None",
+    ]
+    for position, launch in enumerate(pool.launches):
+        filling = _filling(position, launch, binder, given, names)
+        if filling is None:
+            return _declined
+        lines += filling
+    lines.append("  entry[0] = facts")
+    for position, launch in enumerate(pool.launches):
+        names[f"launch{position}"] = launch.call.launch
+        names[f"streams{position}"] = launch.call.streams
+        names[f"function{position}"] = launch.call.function
+        names[f"recover{position}"] = launch.call.recover
+        extra = f"entry[{3 + 2 * position}]"
+        lines += [
+            f" status = launch{position}(streams{position}[stream], function{position}, None, "
+            f"{extra})",
+            " if status:",
+            f"  recover{position}(status, stream, {extra}, device_index)",
+        ]
+    lines += [" give(entry)", " return True"]
+    exec("\n".join(lines), names)
+    function: DirectCall = names["call"]
+    return function
+
+
+def _layout_check(binder: Binder, number: int, names: dict[str, Any]) -> list[str]:
+    slot = binder.slots[number]
+    buffer = f"b{number}"
+    names[f"d{number}"] = slot.dtype
+    conditions = [f"{buffer}.dtype is d{number}", f"{buffer}.get_device() == index"]
+    if slot.is_flat:
+        conditions.append(f"{buffer}.is_contiguous()")
+    elif binder.is_packed(number):
+        # A buffer is storage: one without gaps that is long enough holds the declared elements.
+        span = slot.span_bytes // slot.dtype.itemsize
+        conditions += [f"{buffer}.is_contiguous()", f"{buffer}.numel() >= {span}"]
+    else:
+        conditions += [f"{buffer}.shape == {slot.dim!r}", f"{buffer}.stride() == {slot.stride!r}"]
+    return [
+        f" kind = type({buffer})",
+        f" if not ((kind is Tensor or kind is Parameter) and {' and '.join(conditions)}):",
+        "  return False",
+    ]
+
+
+def _workspace_check(needed: int) -> list[str]:
+    if not needed:
+        # An empty one is often given all the same.
+        return [
+            " if workspace is not None and not (type(workspace) is Tensor"
+            " and workspace.get_device() == index and workspace.numel() == 0):",
+            "  return False",
+        ]
+    return [
+        " if not (type(workspace) is Tensor and workspace.get_device() == index"
+        f" and workspace.is_contiguous() and workspace.nbytes >= {needed}):",
+        "  return False",
+        " w = workspace.data_ptr()",
+    ]
+
+
+def _refusals(
+    binder: Binder, given: Sequence[int], spans: Mapping[int, str], needs_aligned: frozenset[int]
+) -> list[str]:
+    """Conditions on addresses under which a call is not plain."""
+    masks: dict[int, list[str]] = {}
+    for number in given:
+        mask = binder.slots[number].alignment_bytes - 1
+        if number in needs_aligned:
+            mask |= _KERNEL_ALIGNMENT_MASK
+        if mask:
+            masks.setdefault(mask, []).append(f"p{number}")
+    if binder.workspace_bytes:
+        masks.setdefault(_KERNEL_ALIGNMENT_MASK, []).append("w")
+    found = [f"({' | '.join(pointers)}) & {mask}" for mask, pointers in masks.items()]
+    for written, other, may_share in binder.pairs:
+        if written not in given or other not in given:
+            continue
+        overlap = f"p{written} < {spans[other]} and p{other} < {spans[written]}"
+        if may_share and binder.same_layout(written, other):
+            overlap += f" and p{written} != p{other}"
+        found.append(overlap)
+    if binder.workspace_bytes:
+        end = f"w + {binder.workspace_bytes}"
+        found += [f"w < {spans[number]} and p{number} < {end}" for number in given]
+    return found
+
+
+def _filling(
+    position: int,
+    launch: KernelLaunch,
+    binder: Binder,
+    given: Sequence[int],
+    names: dict[str, Any],
+) -> list[str] | None:
+    """Lines that write one kernel's parameters: at once from the first to the last that varies.
+
+    None if the general way is needed.
+    """
+    values: list[str] = []
+    varying: list[int] = []
+    for number, argument in enumerate(launch.arguments):
+        if isinstance(argument, Operand):
+            varying.append(number)
+            offset = f" + {argument.offset_bytes}" if argument.offset_bytes else ""
+            values.append(f"p{argument.slot}{offset}")
+        elif isinstance(argument, Scratch):
+            varying.append(number)
+            values.append(f"w + {argument.offset_bytes}")
+        elif isinstance(argument, HostScalar):
+            if argument.value is None:
+                return None
+            # No scalar is given, so the value is the plan's own.
+            varying.append(number)
+            values.append(f"c{position}_{number}")
+            names[values[-1]] = argument.value
+        elif isinstance(argument, Constant):
+            values.append(f"c{position}_{number}")
+            names[values[-1]] = argument.value
+        else:
+            # A tensor map: the general filling encodes it.
+            starts = ", ".join(f"p{i}" if i in given else "0" for i in range(len(binder.slots)))
+            scratch = "w" if binder.workspace_bytes else "0"
+            return [f"  entry[1].launches[{position}].fill(({starts}, ), (), {scratch})"]
+    if not varying:
+        return []
+    first, last = varying[0], varying[-1] + 1
+    text, end = "<", launch.offsets[first]
+    for number in range(first, last):
+        gap = launch.offsets[number] - end
+        text += f"{gap}x" if gap else ""
+        text += launch.formats[number]
+        end = launch.offsets[number] + struct.calcsize("<" + launch.formats[number])
+    names[f"pack{position}"] = struct.Struct(text).pack_into
+    arguments = ", ".join(values[first:last])
+    return [f"  pack{position}(entry[{2 + 2 * position}], {launch.offsets[first]}, {arguments})"]
