@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewright
+from tilewright.engines.aten import attention_scores
 from tilewright.oracle import attention_operations as _registers_references  # noqa: F401
 from tilewright.oracle.registry import reference_of
 
@@ -97,3 +98,27 @@ def test_a_few_cases(ways, seed):
 @pytest.mark.parametrize("seed", range(8, 200))
 def test_many_cases(ways, seed):
     check(ways, seed)
+
+
+def check_in_small_blocks(bench, monkeypatch, way: str, seed: int) -> None:
+    """Blocks that begin behind 0 on every axis, and groups of query heads that are split."""
+    q, k = (draw_case(seed)[0][port] for port in "qk")
+    whole = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    budget = max(4, whole // random.Random(seed).choice([3, 8, 25]))
+    monkeypatch.setattr(attention_scores, "SCORE_BLOCK_ELEMENTS", budget)
+    bench.runner.way = way
+    check(bench, seed)
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("way", ["composed", "device"])
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_a_few_cases_in_small_blocks(bench, monkeypatch, way, seed):
+    check_in_small_blocks(bench, monkeypatch, way, seed)
+
+
+@pytest.mark.L1
+@pytest.mark.parametrize("way", ["composed", "device"])
+@pytest.mark.parametrize("seed", range(208, 240))
+def test_many_cases_in_small_blocks(bench, monkeypatch, way, seed):
+    check_in_small_blocks(bench, monkeypatch, way, seed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilewright.engines.aten.dropout import PhiloxDropout, Region
+from tilewright.oracle.philox import dropout_keep
 
 pytestmark = pytest.mark.L0
 
@@ -65,6 +66,45 @@ def test_keep_is_the_generators_word_of_each_element(keys, offset):
                     word = philox_words(counter, key)[flat % 4]
                     kept = word >= math.floor(probability * 2**32)
                     assert found[b - 1, h, row - 2, col - 3].item() == kept
+
+
+# Counters beyond one word, words with the top bit set, rows that start at each place in a counter,
+# and regions that start at 0, at a multiple of four, and elsewhere.
+WIDE = [
+    (2**63 + 2**32 + 5, 2**63 + 7, 2**20 + 3, 2**22 + 1, Region((2, 4), (4, 6), (9, 12), (0, 6))),
+    (2**64 - 1, 2**64 - 1, 2**21, 2**20, Region((1, 2), (2**20, 2**20 + 2), (7, 9), (4, 11))),
+    (-1, -(2**40), 3, 12, Region((2**52, 2**52 + 2), (0, 3), (1, 3), (8, 12))),
+    (2**31, 2**32, 7, 13, Region((0, 1), (2, 3), (0, 7), (2, 5))),
+    (0, 0, 4, 5, Region((0, 2), (0, 2), (0, 4), (1, 2))),
+]
+
+
+@pytest.mark.parametrize(("seed", "offset", "rows", "keys", "region"), WIDE)
+def test_keep_of_wide_words_equals_the_oracles(seed, offset, rows, keys, region):
+    heads, probability = 6, 0.37
+    if region.head[1] > heads:
+        heads = 2**20 + 5
+    dropout = PhiloxDropout(probability, seed, offset, heads, rows, keys)
+    as_signed = [torch.tensor((word + 2**63) % 2**64 - 2**63) for word in (seed, offset)]
+    on_device = dropout._replace(seed=as_signed[0], offset=as_signed[1])
+    b, h, r, c = (torch.arange(*bounds) for bounds in region)
+    line = (b.view(-1, 1, 1, 1) * heads + h.view(-1, 1, 1)) * rows + r.view(-1, 1)
+    expected = dropout_keep(line * keys + c, probability=probability, seed=seed, offset=offset)
+    for given in (dropout, on_device):
+        assert torch.equal(given.keep(region, torch.device("cpu")), expected)
+
+
+def test_the_factor_on_what_is_kept():
+    assert PhiloxDropout(0.75, 0, 0, 1, 1, 1).scale == 4.0
+    assert PhiloxDropout(0.0, 0, 0, 1, 1, 1).scale == 1.0
+    assert PhiloxDropout(1.0, 0, 0, 1, 1, 1).scale == 0.0
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_all_or_nothing_is_kept(probability):
+    dropout = PhiloxDropout(probability, 1, 2, 3, 40, 41)
+    keep = dropout.keep(Region((0, 2), (0, 3), (0, 40), (0, 41)), torch.device("cpu"))
+    assert keep.all() if probability == 0.0 else not keep.any()
 
 
 def run(bench, operands, probability, seed, offset, kind="sdpa", **options):
