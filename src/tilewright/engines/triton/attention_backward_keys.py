@@ -1,0 +1,475 @@
+"""dK and dV: a program owns a block of keys of one key head and walks the rows that see it.
+
+The query heads of the group are summed in its float32 accumulators, in a fixed order. With
+``ADDS_Q`` it also adds its share of dQ to float32 sums in memory, in no fixed order; otherwise
+``attention_backward_rows`` makes dQ.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.engines.compiled.bf16 import dot
+from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_backward_tiles import (
+    finite_or_zero,
+    rows_at,
+    tile_gradient,
+    tile_keep,
+    tile_probabilities,
+)
+from tilewright.engines.triton.attention_loop import scalar_value
+from tilewright.engines.triton.attention_masks import alibi_slope, row_bounds, tile_is_open
+
+
+@triton.jit
+def _rows_pass(
+    acc_k,
+    acc_v,
+    k_tile,
+    k_clean,
+    v_tile,
+    first,
+    end,
+    first_seen,
+    end_seen,
+    first_key,
+    q_at,
+    d_o_at,
+    lse_at,
+    delta_at,
+    sums_at,
+    bias_at,
+    block_mask_at,
+    drop_mask_at,
+    q_row,
+    q_col,
+    d_o_row,
+    d_o_col,
+    bias_row,
+    bias_col,
+    block_mask_row,
+    block_mask_col,
+    drop_mask_row,
+    drop_mask_col,
+    scale,
+    cap_inner,
+    cap_outer,
+    slope,
+    line,
+    keys,
+    seed,
+    offset,
+    keep_scale,
+    len_q,
+    len_kv,
+    shift,
+    left,
+    right,
+    DEPTH: tl.constexpr,
+    DEPTH_V: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_DEPTH_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_OPEN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ADDS_Q: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    CAP_DIVIDES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BLOCK_MASK: tl.constexpr,
+    HAS_PHILOX: tl.constexpr,
+    HAS_DROP_MASK: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add the rows of [first, end), in whole tiles, to the accumulators."""
+    depth = tl.arange(0, BLOCK_DEPTH)[None, :]
+    depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
+    key = first_key + tl.arange(0, KEYS)[:, None]
+    for start in tl.range(first, end, ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        is_shown = True
+        if HAS_BLOCK_MASK:
+            is_shown = tile_is_open(
+                block_mask_at, first_key * 0 + start, first_key, block_mask_row, block_mask_col
+            )
+        if is_shown:
+            token = row.to(tl.int64)[:, None]
+            q_tile_at = q_at + token * (q_row * UNIT) + depth * q_col
+            d_o_tile_at = d_o_at + token * (d_o_row * UNIT) + depth_v * d_o_col
+            lse = tl.load(lse_at + row)
+            delta = tl.load(delta_at + row)
+            if IS_EVEN and IS_OPEN and DEPTH == BLOCK_DEPTH:
+                q_tile = tl.load(q_tile_at)
+            else:
+                live = ((row >= first_seen) & (row < end_seen))[:, None] & (depth < DEPTH)
+                if HAS_BIAS or HAS_BLOCK_MASK:
+                    # A row that sees nothing gives nothing, whatever it holds.
+                    live = live & (lse < float("inf"))[:, None]
+                q_tile = tl.load(q_tile_at, mask=live, other=0.0)
+            if IS_EVEN and IS_OPEN and DEPTH_V == BLOCK_DEPTH_V:
+                d_o_tile = tl.load(d_o_tile_at)
+            else:
+                live = ((row >= first_seen) & (row < end_seen))[:, None] & (depth_v < DEPTH_V)
+                if HAS_BIAS or HAS_BLOCK_MASK:
+                    live = live & (lse < float("inf"))[:, None]
+                d_o_tile = tl.load(d_o_tile_at, mask=live, other=0.0)
+            nothing = tl.zeros((KEYS, ROWS), dtype=tl.float32)
+            products = dot(k_tile, tl.trans(q_tile), nothing)
+            d_p = dot(v_tile, tl.trans(d_o_tile), nothing)
+            p, cap_slope, seen = tile_probabilities(
+                products,
+                row[None, :],
+                key,
+                lse[None, :],
+                scale,
+                len_q,
+                len_kv,
+                shift,
+                left,
+                right,
+                cap_inner,
+                cap_outer,
+                slope,
+                bias_at + row.to(tl.int64)[None, :] * bias_row + key.to(tl.int64) * bias_col
+                if HAS_BIAS
+                else None,
+                IS_OPEN,
+                HAS_LEFT,
+                HAS_RIGHT,
+                HAS_SOFT_CAP,
+                CAP_DIVIDES,
+                HAS_BIAS,
+                HAS_ALIBI,
+            )
+            p_kept = p
+            if HAS_PHILOX or HAS_DROP_MASK:
+                keep = tile_keep(
+                    row[None, :],
+                    key,
+                    seen,
+                    line,
+                    keys,
+                    seed,
+                    offset,
+                    keep_scale,
+                    drop_mask_at
+                    + row.to(tl.int64)[None, :] * drop_mask_row
+                    + key.to(tl.int64) * drop_mask_col
+                    if HAS_DROP_MASK
+                    else None,
+                    HAS_PHILOX,
+                    THRESHOLD,
+                )
+                p_kept = p * keep
+                d_p = d_p * keep
+            acc_v = dot(p_kept.to(d_o_tile.dtype), d_o_tile, acc_v)
+            _, d_x = tile_gradient(p, d_p, delta[None, :], cap_slope, seen, IS_OPEN, HAS_SOFT_CAP)
+            d_x = d_x.to(q_tile.dtype)
+            acc_k = dot(d_x, q_tile, acc_k)
+            if ADDS_Q:
+                share = dot(tl.trans(d_x), k_clean, tl.zeros((ROWS, BLOCK_DEPTH), dtype=tl.float32))
+                sum_at = sums_at + token * DEPTH + depth
+                if DEPTH == BLOCK_DEPTH:
+                    tl.atomic_add(sum_at, share, sem="relaxed")
+                else:
+                    tl.atomic_add(sum_at, share, mask=depth < DEPTH, sem="relaxed")
+    return acc_k, acc_v
+
+
+@triton.jit
+def attention_backward_keys(
+    q,
+    k,
+    v,
+    d_o,
+    lse,
+    delta,
+    d_k,
+    d_v,
+    sums,
+    bias,
+    block_mask,
+    drop_mask,
+    len_q,
+    len_kv,
+    q_offsets,
+    k_offsets,
+    v_offsets,
+    d_o_offsets,
+    d_k_offsets,
+    d_v_offsets,
+    scale,
+    cap_inner,
+    cap_outer,
+    keep_scale,
+    seed,
+    offset,
+    rows,
+    keys,
+    padded_rows,
+    left,
+    right,
+    q_batch,
+    q_head,
+    q_row,
+    q_col,
+    k_batch,
+    k_head,
+    k_row,
+    k_col,
+    v_batch,
+    v_head,
+    v_row,
+    v_col,
+    d_o_batch,
+    d_o_head,
+    d_o_row,
+    d_o_col,
+    d_k_batch,
+    d_k_head,
+    d_k_row,
+    d_k_col,
+    d_v_batch,
+    d_v_head,
+    d_v_row,
+    d_v_col,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_col,
+    block_mask_batch,
+    block_mask_head,
+    block_mask_row,
+    block_mask_col,
+    drop_mask_batch,
+    drop_mask_head,
+    drop_mask_row,
+    drop_mask_col,
+    len_q_step,
+    len_kv_step,
+    q_offset_step,
+    q_multiplier,
+    k_offset_step,
+    k_multiplier,
+    v_offset_step,
+    v_multiplier,
+    d_o_offset_step,
+    d_o_multiplier,
+    d_k_offset_step,
+    d_k_multiplier,
+    d_v_offset_step,
+    d_v_multiplier,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_V: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_DEPTH_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
+    D_K_UNIT: tl.constexpr,
+    D_V_UNIT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    MAY_MASK: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
+    CLEANS_KEYS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    CAP_DIVIDES: tl.constexpr,
+    ALIBI_SPLIT: tl.constexpr,
+    HAS_PHILOX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    LEN_Q_IS_SUM: tl.constexpr,
+    LEN_KV_IS_SUM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    HAS_BIAS: tl.constexpr = bias is not None
+    HAS_BLOCK_MASK: tl.constexpr = block_mask is not None
+    HAS_DROP_MASK: tl.constexpr = drop_mask is not None
+    HAS_ALIBI: tl.constexpr = ALIBI_SPLIT > 0
+    ADDS_Q: tl.constexpr = sums is not None
+    # Early blocks see most rows under a causal mask: they start first.
+    blocks = tl.cdiv(keys, KEYS)
+    program = tl.program_id(0)
+    first_key = (program % blocks) * KEYS
+    head_kv = (program // blocks) % HEADS_KV
+    batch = program // (blocks * HEADS_KV)
+    count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
+    count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
+    key = first_key + tl.arange(0, KEYS)
+    depth = tl.arange(0, BLOCK_DEPTH)[None, :]
+    depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
+    inside = (key < count_kv)[:, None]
+    k_at = k + rows_at(
+        key[:, None], k_offsets, batch, head_kv, k_offset_step, k_multiplier, k_batch,
+        k_head, k_row, UNIT,
+    )  # fmt: skip
+    v_at = v + rows_at(
+        key[:, None], v_offsets, batch, head_kv, v_offset_step, v_multiplier, v_batch,
+        v_head, v_row, UNIT,
+    )  # fmt: skip
+    k_at += depth * k_col
+    v_at += depth_v * v_col
+    k_tile = tl.load(k_at, mask=inside & (depth < DEPTH), other=0.0)
+    v_tile = tl.load(v_at, mask=inside & (depth_v < DEPTH_V), other=0.0)
+    k_clean = k_tile
+    if CLEANS_KEYS and ADDS_Q:
+        k_clean = finite_or_zero(k_tile)
+    scale = scalar_value(scale).to(tl.float32)
+    inner, outer = None, None
+    if HAS_SOFT_CAP:
+        inner, outer = 1.0, 1.0
+        if cap_inner is not None:
+            inner = scalar_value(cap_inner).to(tl.float32)
+        if cap_outer is not None:
+            outer = scalar_value(cap_outer).to(tl.float32)
+    if HAS_PHILOX:
+        seed = scalar_value(seed).to(tl.int64)
+        offset = scalar_value(offset).to(tl.int64)
+    if HAS_PHILOX or HAS_DROP_MASK:
+        keep_scale = scalar_value(keep_scale).to(tl.float32)
+    shift = count_kv - count_q if BOTTOM_RIGHT else 0
+    last_key = tl.minimum(first_key + KEYS, count_kv) - 1
+    first_seen, end_seen, first_full, end_full = row_bounds(
+        first_key, last_key, count_q, shift, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    if first_key >= count_kv:
+        end_seen = first_seen * 0
+    # Tiles of rows: [first, first_open) and [end_open, end) need masks, those between do not.
+    first = first_seen // ROWS * ROWS
+    end = tl.maximum(tl.cdiv(end_seen, ROWS) * ROWS, first)
+    first_open = tl.cdiv(first_full, ROWS) * ROWS
+    # Rows beyond the sequence have P = 0 by their statistics: its last tile may be open.
+    end_open = tl.where(end_full >= count_q, tl.cdiv(end_full, ROWS), end_full // ROWS) * ROWS
+    if first_key + KEYS > count_kv or MASKS_ALL:
+        first_open = end
+    first_open = tl.minimum(tl.maximum(first_open, first), end)
+    end_open = tl.minimum(tl.maximum(end_open, first_open), end)
+    acc_k = tl.zeros((KEYS, BLOCK_DEPTH), dtype=tl.float32)
+    acc_v = tl.zeros((KEYS, BLOCK_DEPTH_V), dtype=tl.float32)
+    for member in range(GROUP):
+        head_q = head_kv * GROUP + member
+        wide_head = head_q.to(tl.int64)
+        line = batch.to(tl.int64) * (HEADS_KV * GROUP) + wide_head
+        q_at = q + rows_at(
+            first_key * 0, q_offsets, batch, head_q, q_offset_step, q_multiplier, q_batch,
+            q_head, 0, UNIT,
+        )  # fmt: skip
+        d_o_at = d_o + rows_at(
+            first_key * 0, d_o_offsets, batch, head_q, d_o_offset_step, d_o_multiplier, d_o_batch,
+            d_o_head, 0, UNIT,
+        )  # fmt: skip
+        bias_at = None
+        if HAS_BIAS:
+            bias_at = bias + batch.to(tl.int64) * bias_batch + wide_head * bias_head
+        block_mask_at = None
+        if HAS_BLOCK_MASK:
+            block_mask_at = block_mask + batch.to(tl.int64) * block_mask_batch
+            block_mask_at += wide_head * block_mask_head
+        drop_mask_at = None
+        if HAS_DROP_MASK:
+            drop_mask_at = drop_mask + batch.to(tl.int64) * drop_mask_batch
+            drop_mask_at += wide_head * drop_mask_head
+        slope = 0.0
+        if HAS_ALIBI:
+            slope = alibi_slope(head_q, ALIBI_SPLIT)
+        sums_at = None
+        if ADDS_Q:
+            sums_at = sums + line * padded_rows * DEPTH
+        for part in tl.static_range(3):
+            # Before the open tiles, these, and behind them; parts that cannot be are left out.
+            if (
+                (part == 1 and not MASKS_ALL)
+                or (part == 0 and MAY_MASK)
+                or (part == 2 and HAS_LEFT)
+            ):
+                acc_k, acc_v = _rows_pass(
+                    acc_k,
+                    acc_v,
+                    k_tile,
+                    k_clean,
+                    v_tile,
+                    first if part == 0 else (first_open if part == 1 else end_open),
+                    first_open if part == 0 else (end_open if part == 1 else end),
+                    first_seen,
+                    end_seen,
+                    first_key,
+                    q_at,
+                    d_o_at,
+                    lse + line * padded_rows,
+                    delta + line * padded_rows,
+                    sums_at,
+                    bias_at,
+                    block_mask_at,
+                    drop_mask_at,
+                    q_row,
+                    q_col,
+                    d_o_row,
+                    d_o_col,
+                    bias_row,
+                    bias_col,
+                    block_mask_row,
+                    block_mask_col,
+                    drop_mask_row,
+                    drop_mask_col,
+                    scale,
+                    inner,
+                    outer,
+                    slope,
+                    line * rows,
+                    keys,
+                    seed,
+                    offset,
+                    keep_scale,
+                    count_q,
+                    count_kv,
+                    shift,
+                    left,
+                    right,
+                    DEPTH,
+                    DEPTH_V,
+                    BLOCK_DEPTH,
+                    BLOCK_DEPTH_V,
+                    ROWS,
+                    KEYS,
+                    UNIT,
+                    part == 1,
+                    IS_EVEN,
+                    ADDS_Q,
+                    HAS_LEFT,
+                    HAS_RIGHT,
+                    HAS_SOFT_CAP,
+                    CAP_DIVIDES,
+                    HAS_BIAS,
+                    HAS_ALIBI,
+                    HAS_BLOCK_MASK,
+                    HAS_PHILOX,
+                    HAS_DROP_MASK,
+                    THRESHOLD,
+                    STAGES,
+                )
+    d_k_at = d_k + rows_at(
+        key[:, None], d_k_offsets, batch, head_kv, d_k_offset_step, d_k_multiplier, d_k_batch,
+        d_k_head, d_k_row, D_K_UNIT,
+    )  # fmt: skip
+    d_v_at = d_v + rows_at(
+        key[:, None], d_v_offsets, batch, head_kv, d_v_offset_step, d_v_multiplier, d_v_batch,
+        d_v_head, d_v_row, D_V_UNIT,
+    )  # fmt: skip
+    d_k_at += depth * d_k_col
+    d_v_at += depth_v * d_v_col
+    # Keys beyond a sequence get zeros where they have a place of their own.
+    own_k = (key < (keys if d_k_offsets is None else count_kv))[:, None]
+    own_v = (key < (keys if d_v_offsets is None else count_kv))[:, None]
+    acc_k = (acc_k * scale).to(d_k.dtype.element_ty)
+    tl.store(d_k_at, acc_k, mask=own_k & (depth < DEPTH))
+    tl.store(d_v_at, acc_v.to(d_v.dtype.element_ty), mask=own_v & (depth_v < DEPTH_V))

@@ -1,0 +1,169 @@
+"""What surrounds the products of attention's backward: row statistics, dQ's sums, dSink.
+
+All run over rows of (b, h); the statistics and the sums lie in the workspace as
+(B, Hq, padded rows) and (B, Hq, padded rows, D), float32.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_backward_tiles import rows_at
+from tilewright.engines.triton.attention_loop import scalar_value
+from tilewright.engines.triton.attention_masks import LOG2_E
+
+
+@triton.jit
+def attention_backward_prepare(
+    o,
+    d_o,
+    stats,
+    lse,
+    delta,
+    sums,
+    len_q,
+    o_offsets,
+    d_o_offsets,
+    stats_offsets,
+    rows,
+    padded_rows,
+    o_batch,
+    o_head,
+    o_row,
+    o_col,
+    d_o_batch,
+    d_o_head,
+    d_o_row,
+    d_o_col,
+    stats_batch,
+    stats_head,
+    stats_row,
+    stats_col,
+    len_q_step,
+    o_offset_step,
+    o_multiplier,
+    d_o_offset_step,
+    d_o_multiplier,
+    stats_offset_step,
+    stats_multiplier,
+    HEADS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_V: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_DEPTH_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    O_UNIT: tl.constexpr,
+    LEN_Q_IS_SUM: tl.constexpr,
+):
+    """Delta = rowsum(dO * O), Stats in base 2 (+inf where a row sees nothing), sums = 0."""
+    blocks = tl.cdiv(padded_rows, ROWS)
+    program = tl.program_id(0)
+    row = (program % blocks) * ROWS + tl.arange(0, ROWS)
+    head = ((program // blocks) % HEADS).to(tl.int64)
+    batch = program // (blocks * HEADS)
+    count = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
+    inside = row < count
+    token = row.to(tl.int64)
+    depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
+    live = inside[:, None] & (depth_v < DEPTH_V)
+    o_at = o + rows_at(
+        row[:, None], o_offsets, batch, head, o_offset_step, o_multiplier, o_batch,
+        o_head, o_row, O_UNIT,
+    )  # fmt: skip
+    o_at += depth_v * o_col
+    d_o_at = d_o + rows_at(
+        row[:, None], d_o_offsets, batch, head, d_o_offset_step, d_o_multiplier, d_o_batch,
+        d_o_head, d_o_row, UNIT,
+    )  # fmt: skip
+    d_o_at += depth_v * d_o_col
+    o_tile = tl.load(o_at, mask=live, other=0.0).to(tl.float32)
+    d_o_tile = tl.load(d_o_at, mask=live, other=0.0).to(tl.float32)
+    # A row that sees nothing has O = 0, and its dO may hold anything.
+    product = tl.where(o_tile == 0.0, 0.0, o_tile * d_o_tile)
+    at = (batch.to(tl.int64) * HEADS + head) * padded_rows + token
+    written = row < padded_rows
+    tl.store(delta + at, tl.sum(product, axis=1), mask=written)
+    stats_at = stats + rows_at(
+        row, stats_offsets, batch, head, stats_offset_step, stats_multiplier, stats_batch,
+        stats_head, stats_row, 1,
+    )  # fmt: skip
+    value = tl.load(stats_at, mask=inside, other=-float("inf")).to(tl.float32) * LOG2_E
+    value = tl.where(value == -float("inf"), float("inf"), value)
+    tl.store(lse + at, value, mask=written)
+    if sums is not None:
+        depth = tl.arange(0, BLOCK_DEPTH)[None, :]
+        zero = tl.zeros((ROWS, BLOCK_DEPTH), dtype=tl.float32)
+        tl.store(sums + at[:, None] * DEPTH + depth, zero, mask=written[:, None] & (depth < DEPTH))
+
+
+@triton.jit
+def attention_backward_finish(
+    sums,
+    d_q,
+    len_q,
+    d_q_offsets,
+    scale,
+    rows,
+    padded_rows,
+    d_q_batch,
+    d_q_head,
+    d_q_row,
+    d_q_col,
+    len_q_step,
+    d_q_offset_step,
+    d_q_multiplier,
+    HEADS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    D_Q_UNIT: tl.constexpr,
+    LEN_Q_IS_SUM: tl.constexpr,
+):
+    """dQ = scale * sums, in dQ's type."""
+    blocks = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    row = (program % blocks) * ROWS + tl.arange(0, ROWS)
+    head = ((program // blocks) % HEADS).to(tl.int64)
+    batch = program // (blocks * HEADS)
+    count = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
+    token = row.to(tl.int64)[:, None]
+    depth = tl.arange(0, BLOCK_DEPTH)[None, :]
+    own = (row < (rows if d_q_offsets is None else count))[:, None] & (depth < DEPTH)
+    line = batch.to(tl.int64) * HEADS + head
+    value = tl.load(sums + (line * padded_rows + token) * DEPTH + depth, mask=own, other=0.0)
+    at = d_q + rows_at(
+        row[:, None], d_q_offsets, batch, head, d_q_offset_step, d_q_multiplier, d_q_batch,
+        d_q_head, d_q_row, D_Q_UNIT,
+    )  # fmt: skip
+    at += depth * d_q_col
+    value = value * scalar_value(scale).to(tl.float32)
+    tl.store(at, value.to(d_q.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def attention_backward_sink(
+    sink,
+    lse,
+    delta,
+    d_sink,
+    padded_rows,
+    sink_head,
+    d_sink_head,
+    BATCH: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """dSink of a head a program: -sum of exp(sink - Stats) Delta over its rows, in order."""
+    head = tl.program_id(0).to(tl.int64)
+    value = tl.load(sink + head * sink_head).to(tl.float32) * LOG2_E
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    for batch in range(BATCH):
+        line = (batch * HEADS + head) * padded_rows
+        for start in range(0, padded_rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            live = row < padded_rows
+            stats = tl.load(lse + line + row, mask=live, other=float("inf"))
+            share = tl.load(delta + line + row, mask=live, other=0.0)
+            total += tl.exp2(value - stats) * share
+    tl.store(d_sink + head * d_sink_head, (-tl.sum(total)).to(d_sink.dtype.element_ty))
