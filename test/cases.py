@@ -92,13 +92,24 @@ CASES: tuple[Case, ...] = (
             f"{PLUGIN}/test_draws.py::test_a_case_with_one_global_draw_is_found",
         ),
     ),
-    Case("T15", "out of memory is a skip around the storage allocation alone", ()),
+    Case(
+        "T15",
+        "out of memory is a skip around the storage allocation alone",
+        (
+            f"{PLUGIN}/test_large_storage.py",
+            f"{P}/core/launch/test_large_products_on_gpu.py",
+        ),
+    ),
     Case(
         "T16",
         "an expected failure names its plan and is strict",
         (f"{PLUGIN}/test_draws.py::test_an_expected_failure_is_of_its_plan_alone",),
     ),
-    Case("T17", "a retired path's counter is held at zero", ()),
+    Case(
+        "T17",
+        "a retired path's counter is held at zero",
+        (f"{PLUGIN}/test_taken_paths.py",),
+    ),
     Case(
         "T18",
         "ranking is tested with stub engines",
@@ -114,7 +125,11 @@ CASES: tuple[Case, ...] = (
         "a delayed consumer is still pending when it is looked at",
         (f"{ON_GPU}::test_a_given_stream_is_used_and_the_current_one_otherwise",),
     ),
-    Case("T21", "a child's failure stays a failure", ()),
+    Case(
+        "T21",
+        "the parent asks for the GPU; a child's failure stays a failure",
+        (f"{PLUGIN}/test_gpu_children.py",),
+    ),
     Case(
         "R1",
         "a recurrent reference works by heads and bounds its memory",
@@ -184,8 +199,16 @@ CASES: tuple[Case, ...] = (
             f"{PLANS}::test_an_override_raises_before_any_write",
         ),
     ),
-    Case("G5", "a graph and a function decline alike", ()),
-    Case("G6", "a retired entry is gone everywhere", ()),
+    Case(
+        "G5",
+        "a graph and a function decline alike",
+        (f"{P}/core/ops/test_functions_and_graphs_decline_alike.py",),
+    ),
+    Case(
+        "G6",
+        "a retired entry is gone everywhere",
+        (f"{P}/core/imports/test_retired_names.py",),
+    ),
     Case(
         "G7",
         "functions and modules of one name in every import order",
@@ -200,7 +223,11 @@ CASES: tuple[Case, ...] = (
             f"{ON_GPU}::test_row_strides_beyond_32_bits_are_addressed",
         ),
     ),
-    Case("B2", "index products beyond 32 bits without a wide stride", ()),
+    Case(
+        "B2",
+        "index products beyond 32 bits without a wide stride",
+        (f"{P}/core/launch/test_large_products_on_gpu.py",),
+    ),
     Case(
         "B3",
         "a singleton axis may have any stride",

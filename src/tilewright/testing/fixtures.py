@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,6 +59,25 @@ def declined(request: pytest.FixtureRequest) -> Callable[[object], NoReturn]:
     return decline
 
 
+@pytest.fixture
+def large_storage(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
+    """A function ``large_storage(size_bytes, device="cuda")`` that gives uint8 storage, or skips.
+
+    Only that allocation may skip; the summary counts the tests that got theirs.
+    """
+    from tilewright.testing.large_storage import allocate_or_skip
+
+    known = notes.of(request.node)
+
+    def allocate(size_bytes: int, device: str | torch.device = "cuda") -> torch.Tensor:
+        known.storage = "skipped"
+        storage = allocate_or_skip(size_bytes, device)
+        known.storage = "held"
+        return storage
+
+    return allocate
+
+
 @pytest.fixture(scope="session")
 def session_handle() -> Iterator[Handle]:
     """The session's one handle, with a stream of its own on a CUDA device. Take ``handle``."""
@@ -109,6 +128,33 @@ def run_python(
         # Once a session: a child that resolves the package elsewhere tests another tree.
         first = unchecked.pop() if unchecked else None
         return tree.run_python(code, *arguments, folder=where, package=first, timeout_s=timeout_s)
+
+    return run
+
+
+@pytest.fixture
+def run_gpu_python(run_python: Callable[..., str]) -> Callable[..., str]:
+    """A function that runs code on a GPU in a fresh interpreter and returns what it printed.
+
+    ``run_gpu_python(code, *arguments, capabilities=None, folder=None, timeout_s=300.0)``: whether
+    there is a GPU, and one of these compute capabilities, is asked here, and the test skips if not.
+    The child decides nothing: one that exits with another status than 0, or that ends before its
+    last line, fails the test, whatever it says of skipping.
+    """
+    from tilewright.testing import children
+
+    def run(
+        code: str,
+        *arguments: str,
+        capabilities: Collection[tuple[int, int]] | None = None,
+        folder: Path | None = None,
+        timeout_s: float = 300.0,
+    ) -> str:
+        children.require_gpu(capabilities)
+        whole = children.to_its_end(code)
+        return children.without_end(
+            run_python(whole, *arguments, folder=folder, timeout_s=timeout_s)
+        )
 
     return run
 

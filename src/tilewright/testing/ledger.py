@@ -30,6 +30,8 @@ class Ledger:
         self._unfit: set[str] = set()
         self._dims_read: set[str] = set()
         self._reasons: collections.Counter[tuple[str, str]] = collections.Counter()
+        # Test -> "held" or "skipped", of those that asked for a large storage.
+        self._storage: dict[str, str] = {}
         self._repros: list[str] = []
         self._problems: list[str] = []
         # Lines of workers that died where no test can be blamed.
@@ -60,6 +62,8 @@ class Ledger:
             outcome = "crashed"
         if "unfit" in plain:
             self._unfit.add(report.nodeid)
+        if "storage" in plain:
+            self._storage[report.nodeid] = plain["storage"]
         self._dims_read.update(plain.get("dims", ()))
         known = self._outcome.get(report.nodeid, "passed")
         self._outcome[report.nodeid] = max(known, outcome, key=_ORDER.__getitem__)
@@ -103,6 +107,13 @@ class Ledger:
         unread = sorted({name for name, _ in self._config.option.dim} - self._dims_read)
         if unread and self._outcome:
             out.line(f"no test of this run asked for --dim {', '.join(unread)}", yellow=True)
+        if self._storage:
+            held = sum(state == "held" for state in self._storage.values())
+            shown = "" if held else "; what they are for has not been shown"
+            out.line(
+                f"large storage: {held} of {len(self._storage)} tests that asked had theirs{shown}",
+                yellow=not held,
+            )
         for line in (*self._problems, *self.unblamed):
             out.line(f"ERROR {line}", red=True)
         if not self._config.option.collectonly:

@@ -22,6 +22,8 @@ class Notes:
     declined: str | None = None
     # Why this process can run no further test.
     unfit: str | None = None
+    # "held" or "skipped": what became of its large storage, if it asked for one.
+    storage: str | None = None
     # What the last probe found wrong.
     finding: str | None = None
 
@@ -56,6 +58,8 @@ def attach(report: pytest.TestReport, item: pytest.Item) -> None:
             report.sections.append(("repro", f'--repro "{plain["repro"]}"'))
     if notes.declined is not None:
         plain["declined"] = notes.declined
+    if notes.storage is not None:
+        plain["storage"] = notes.storage
     if notes.unfit is not None:
         plain["unfit"] = notes.unfit
     setattr(report, ATTRIBUTE, plain)
