@@ -1,0 +1,107 @@
+"""Host time of a call with three operands, against a bare driver call and PyTorch's own.
+
+    python benchmark/launch_gpu.py
+
+One run measures everything, medians of interleaved rounds; the operation is small, so the device
+is never behind. Writes benchmark/results/<device>/launch.csv.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from results import Table
+
+import tilewright as tw
+from tilewright import ops
+from tilewright.launch.cuda_driver import driver
+
+Call = Callable[[], Any]
+WIDTH = 1024
+CALLS = 100
+ROUNDS = 40
+PACKS = 16
+
+
+def host_us(calls: dict[str, Call]) -> dict[str, float]:
+    """Median host microseconds of each call, rounds interleaved."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    torch.cuda.synchronize()
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def norm_graph(x: torch.Tensor) -> Any:
+    graph = tw.Graph(io_data_type=x.dtype, intermediate_data_type="float32")
+    source = graph.tensor(x.shape, x.stride(), name="x")
+    scale = graph.tensor((1, x.shape[1]), name="scale")
+    phase = tw.norm_forward_phase.INFERENCE
+    y, _ = graph.rmsnorm(phase, source, scale, None, graph.tensor_scalar(1e-6))
+    y.set_output(True).set_name("y")
+    graph.build()
+    return graph
+
+
+def bare_launches(frame: Any) -> dict[str, Call]:
+    """The driver calls of a frame's kernel on its packed parameters, with nothing around them."""
+    bound = frame.bound.launches[0]
+    call = bound._launch.call
+    pointer, uint = ctypes.c_void_p, ctypes.c_uint
+    classic = driver()["cuLaunchKernel"]
+    classic.argtypes = [pointer, *([uint] * 7), pointer, pointer, pointer]
+    grid, block, shared_bytes = call.streams.geometry
+    stream = torch.cuda.current_stream().cuda_stream
+    handle = ctypes.cast(call.function, pointer)
+    first = (handle, *grid, *block, shared_bytes, pointer(stream), None, bound.extra._obj)
+    second = (call.streams[stream], call.function, None, bound.extra)
+    extended = call.launch
+    return {
+        "bare cuLaunchKernel": lambda: classic(*first),
+        "bare cuLaunchKernelEx": lambda: extended(*second),
+    }
+
+
+def main() -> None:
+    x, y = (torch.randn(32, WIDTH, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.ones(WIDTH, device="cuda").bfloat16()
+    parameter = torch.nn.Parameter(weight.clone())
+    graph = norm_graph(x)
+    assert graph.selected_engine == "triton"
+    pack = {"x": x, "scale": weight, "y": y}
+    learned = pack | {"scale": parameter}
+    many = [{"x": x.clone(), "scale": weight, "y": y.clone()} for _ in range(PACKS)]
+    following = itertools.cycle(many).__next__
+    frame = graph.bind(pack)
+    calls: dict[str, Call] = {
+        **bare_launches(frame),
+        "frame.launch": frame.launch,
+        "graph.execute": lambda: graph.execute(pack),
+        "graph.execute, weight a Parameter": lambda: graph.execute(learned),
+        f"graph.execute, {PACKS} sets of buffers in turn": lambda: graph.execute(following()),
+        "graph.bind": lambda: graph.bind(pack),
+        "ops.rms_norm": lambda: ops.rms_norm(x, weight),
+        "torch rms_norm": lambda: F.rms_norm(x, (WIDTH,), weight),
+    }
+    times = host_us(calls)
+    bare = times["bare cuLaunchKernel"]
+    table = Table("launch", "python benchmark/launch_gpu.py")
+    for name, value in times.items():
+        table.add(subject=name, host_us=f"{value:.2f}", ratio_to_bare=f"{value / bare:.2f}")
+    table.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""The launch contract on every family of compiled kernels: a family joins by a line in SAMPLES."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.artifact import compiler_forbidden
+from tilewright.testing.detectors import (
+    Outcome,
+    frame_independence,
+    no_allocation,
+    no_synchronization,
+    replay_freshness,
+    stream_order,
+)
+from tilewright.testing.detectors.wide import different
+from tilewright.torch_dtypes import to_torch
+
+pytestmark = [
+    pytest.mark.L0,
+    pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU"),
+]
+
+PHASES = tw.norm_forward_phase
+DECOY, POISON = 3.0, -7.0
+# Addresses cut to a negative number land in front of the operand.
+MARGIN = 2**31
+
+
+class Declaring:
+    """Declares the operands of one sample; ``strides`` are those that a test chooses, by name.
+
+    ``rows`` is an extent that plans of the family take without compiling anew, if there is one.
+    """
+
+    def __init__(self, strides: dict[str, Any] | None = None, rows: int = 64) -> None:
+        self.graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+        self.rows = rows
+        self.strides = strides or {}
+        self.values: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, dim: tuple[int, ...], data_type: Any = None) -> Any:
+        return self.graph.tensor(dim, self.strides.get(name, ()), data_type, name=name)
+
+    def given(self, name: str, values: torch.Tensor) -> Any:
+        """An input whose values a sample chooses: lengths, offsets, tables."""
+        self.values[name] = values
+        return self(name, tuple(values.shape), values.dtype)
+
+    def out(self, name: str, tensor: Any, dim: tuple[int, ...], data_type: Any = None) -> None:
+        tensor.set_output(True).set_name(name).set_dim(dim)
+        if name in self.strides:
+            tensor.set_stride(self.strides[name])
+        if data_type is not None:
+            tensor.set_data_type(data_type)
+
+
+def rmsnorm(d: Declaring) -> None:
+    dim = (d.rows, 1024)
+    epsilon = d.graph.tensor_scalar(1e-6)
+    y, inverse = d.graph.rmsnorm(PHASES.TRAINING, d("x", dim), d("scale", (1, 1024)), None, epsilon)
+    d.out("y", y, dim)
+    d.out("inverse", inverse, (d.rows, 1), "float32")
+
+
+def layernorm(d: Declaring) -> None:
+    dim, epsilon = (d.rows, 512), d.graph.tensor_scalar(1e-6)
+    scale, bias = d("scale", (1, 512)), d("bias", (1, 512))
+    y, _, _ = d.graph.layernorm(PHASES.INFERENCE, d("x", dim), scale, bias, epsilon)
+    d.out("y", y, dim)
+
+
+def rmsnorm_backward(d: Declaring) -> None:
+    dim = (d.rows, 1024)
+    operands = d("grad", dim), d("x", dim), d("scale", (1, 1024))
+    inverse = d("inverse", (d.rows, 1), "float32")
+    dx, dscale, _ = d.graph.rmsnorm_backward(*operands, inverse, False)
+    d.out("dx", dx, dim)
+    d.out("dscale", dscale, (1, 1024), "float32")
+
+
+def layernorm_backward(d: Declaring) -> None:
+    dim = (d.rows, 512)
+    operands = d("grad", dim), d("x", dim), d("scale", (1, 512))
+    statistics = d("mean", (d.rows, 1), "float32"), d("inverse", (d.rows, 1), "float32")
+    made = d.graph.layernorm_backward(*operands, *statistics)
+    d.out("dx", made[0], dim)
+    for name, tensor in zip(("dscale", "dbias"), made[1:], strict=True):
+        d.out(name, tensor, (1, 512), "float32")
+
+
+def rope(d: Declaring) -> None:
+    dim = (2, 4, d.rows, 64)
+    out = d.graph.rope(d("x", dim), d("freqs", (1, 1, d.rows, 64), "float32"))
+    d.out("y", out, dim)
+
+
+# A family joins here: (what declares a graph, operands whose strides may be anything, whether its
+# plans take another number of rows without the compiler).
+SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], bool]] = [
+    (rmsnorm, ("x", "y"), True),
+    (layernorm, ("x", "y"), True),
+    (rmsnorm_backward, ("grad", "x", "dx"), False),
+    (layernorm_backward, ("grad", "x", "dx"), False),
+    (rope, ("x", "y"), False),
+]
+EVERY = pytest.mark.parametrize("declare", [row[0] for row in SAMPLES], ids=lambda d: d.__name__)
+
+
+def built(declare: Callable[[Declaring], None], **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A built graph, and operands on the GPU for it."""
+    d = Declaring(**options)
+    declare(d)
+    d.graph.build()
+    assert d.graph.selected_engine != "aten", d.graph.explain()
+    generator = torch.Generator().manual_seed(7)
+    operands = {}
+    for tensor in d.graph.inputs():
+        if not tensor.is_pass_by_value:
+            values = d.values.get(tensor.name)
+            if values is None:
+                values = torch.rand(tensor.dim, generator=generator) + 0.5
+            operands[tensor.name] = values.to(to_torch(tensor.data_type)).cuda()
+    return d.graph, operands
+
+
+def outputs_of(graph: Any, pattern: float = POISON) -> dict[str, torch.Tensor]:
+    return {
+        t.name: torch.full(t.dim, pattern, dtype=to_torch(t.data_type), device="cuda")
+        for t in graph.outputs()
+    }
+
+
+def workspace_of(graph: Any) -> torch.Tensor:
+    return torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+
+
+def results_of(graph: Any, operands: dict[str, Any]) -> dict[str, torch.Tensor]:
+    results = outputs_of(graph)
+    graph.execute({**operands, **results}, workspace_of(graph))
+    torch.cuda.synchronize()
+    return results
+
+
+@EVERY
+def test_replay_reads_operands_as_they_are(declare: Any) -> None:
+    # L9, B16: captured in a CUDA Graph, each operand changed in place, results poisoned.
+    verdict = replay_freshness(*built(declare))
+    assert verdict.outcome is Outcome.HELD, verdict
+
+
+@EVERY
+def test_a_launch_neither_allocates_nor_waits(declare: Any) -> None:
+    # L2, L3, B22: bound launches by the detectors, and the whole of execute here.
+    graph, operands = built(declare)
+    for verdict in (no_allocation(graph, operands), no_synchronization(graph, operands)):
+        assert verdict.outcome is Outcome.HELD, verdict
+    pack = {**operands, **outputs_of(graph)}
+    workspace = workspace_of(graph)
+    graph.execute(pack, workspace)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.execute(pack, workspace)
+        graph.bind(pack, workspace).launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    torch.cuda.synchronize()
+
+
+@EVERY
+def test_work_is_ordered_on_the_current_stream(declare: Any) -> None:
+    # L8: what a delayed producer writes on the stream is read.
+    verdict = stream_order(*built(declare))
+    assert verdict.outcome is Outcome.HELD, verdict
+
+
+@EVERY
+def test_two_threads_share_a_plan(declare: Any) -> None:
+    # L10.
+    verdict = frame_independence(*built(declare))
+    assert verdict.outcome is Outcome.HELD, verdict
+
+
+@EVERY
+@pytest.mark.parametrize("way", ["execute", "frame"])
+def test_several_streams_at_once(declare: Any, way: str) -> None:
+    # L10, B15: distinct buffers, poisoned results, a workspace each, after one serial warm-up.
+    graph, operands = built(declare)
+    results_of(graph, operands)
+    calls = []
+    for number in range(6):
+        own = {
+            name: t * (1 + number / 8) if t.is_floating_point() else t.clone()
+            for name, t in operands.items()
+        }
+        own = {name: t.to(operands[name].dtype) for name, t in own.items()}
+        calls.append((own, outputs_of(graph), workspace_of(graph), torch.cuda.Stream()))
+    wanted = [results_of(graph, own) for own, *_ in calls]
+    frames = [graph.bind({**own, **results}, space) for own, results, space, _ in calls]
+    for _ in range(4):
+        for (own, results, space, stream), frame in zip(calls, frames, strict=True):
+            if way == "frame":
+                frame.launch(stream)
+                continue
+            with torch.cuda.stream(stream):
+                graph.execute({**own, **results}, space)
+    torch.cuda.synchronize()
+    for (_, results, *_), expected in zip(calls, wanted, strict=True):
+        assert different(results, expected) is None
+
+
+@EVERY
+def test_a_thread_that_made_no_call_of_the_runtime_yet(declare: Any) -> None:
+    # No context is current there; the launch makes it current and goes on.
+    graph, operands = built(declare)
+    expected, results = results_of(graph, operands), outputs_of(graph)
+    workspace = workspace_of(graph)
+    frame = graph.bind({**operands, **results}, workspace)
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream().cuda_stream
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            frame.launch(stream)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert not failures, failures
+    assert different(results, expected) is None
+
+
+@EVERY
+def test_a_bound_frame_and_execute_agree_for_every_alignment(declare: Any) -> None:
+    # The short way, the binder's, and the plan without aligned loads give the same.
+    graph, operands = built(declare)
+    expected = results_of(graph, operands)
+    for skip in (0, 1):
+        moved = {name: shifted(t, skip) for name, t in operands.items()}
+        results = {name: shifted(t, skip) for name, t in outputs_of(graph).items()}
+        for pack in ({**moved, **results}, {**moved, **results, None: None}):
+            for result in results.values():
+                result.fill_(POISON)
+            graph.execute(pack, workspace_of(graph))
+            torch.cuda.synchronize()
+            assert different(results, expected) is None, (skip, len(pack))
+
+
+def shifted(tensor: torch.Tensor, skip: int) -> torch.Tensor:
+    """A copy that starts ``skip`` elements after an aligned address."""
+    storage = torch.empty(tensor.numel() + skip, dtype=tensor.dtype, device=tensor.device)
+    copy = storage[skip:].view(tensor.shape)
+    copy.copy_(tensor)
+    return copy
+
+
+@pytest.mark.parametrize("declare", [row[0] for row in SAMPLES if row[2]], ids=lambda d: d.__name__)
+def test_another_number_of_rows_needs_no_compiler(declare: Any) -> None:
+    # B17.
+    graph, operands = built(declare)
+    results_of(graph, operands)
+    for rows in (1, 23, 200):
+        with compiler_forbidden():
+            graph, operands = built(declare, rows=rows)
+            results = results_of(graph, operands)
+        assert all(bool(torch.isfinite(t).all()) for t in results.values())
+        assert all(bool((t != POISON).all()) for t in results.values())
+
+
+def wide_cases() -> Iterator[Any]:
+    for declare, names, _ in SAMPLES:
+        for name in names:
+            yield pytest.param(declare, name, id=f"{declare.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("declare", "name"), list(wide_cases()))
+def test_wide_strides_read_and_write_no_decoy(declare: Any, name: str) -> None:
+    # L4, B1: the outermost axis of more than one step reaches past 2^32 elements; every other
+    # element of the storage is a valid number that is wrong.
+    graph, operands = built(declare)
+    expected = results_of(graph, operands)
+    tensor = next(t for t in (*graph.inputs(), *graph.outputs()) if t.name == name)
+    axis = next(a for a, extent in enumerate(tensor.dim) if extent > 1)
+    step = -(-(2**32 + 2**12) // (tensor.dim[axis] - 1) // 64) * 64
+    stride = tuple(step if a == axis else s for a, s in enumerate(tensor.stride))
+    size = MARGIN + step * (tensor.dim[axis] - 1) + tensor.dim[axis] * tensor.stride[axis]
+    try:
+        storage = torch.full((size,), DECOY, dtype=to_torch(tensor.data_type), device="cuda")
+        view = storage.as_strided(tensor.dim, stride, MARGIN)
+        is_same = torch.empty(size, dtype=torch.bool, device="cuda")
+    except torch.OutOfMemoryError:
+        pytest.skip(f"{size * 3} bytes of device memory are not free")
+    graph, operands = built(declare, strides={name: stride})
+    results = outputs_of(graph)
+    if name in results:
+        results[name] = view
+    else:
+        operands[name] = view.copy_(operands[name])
+    graph.execute({**operands, **results}, workspace_of(graph))
+    torch.cuda.synchronize()
+    assert different(results, expected) is None
+    if name in results:
+        view.fill_(DECOY)
+        torch.eq(storage, DECOY, out=is_same)
+        assert bool(is_same.all()), "something was written outside of the result"
