@@ -1,17 +1,15 @@
-"""RMSNorm and LayerNorm on a GPU: host time a call, and bandwidth against PyTorch and a copy.
+"""RMSNorm and LayerNorm on a GPU: bandwidth against PyTorch and a copy.
 
     python benchmark/norms_gpu.py
 
 One run measures everything, on the same inputs, medians of interleaved rounds; it writes
-benchmark/results/<device>/launch.csv (host microseconds) and torch.csv (bandwidth).
+benchmark/results/<device>/torch.csv. Host time a call is in launch_gpu.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,28 +18,11 @@ import torch.nn.functional as F
 from results import Table
 
 import tilewright as tw
-from tilewright import ops
-from tilewright.launch.cuda_driver import driver
 
 ROWS = 16384
 WIDTHS = (1024, 4096, 8192, 16384)
-HOST_CALLS = 2000
 ROUNDS = 30
 Call = Callable[[], Any]
-
-
-def host_us(calls: dict[str, Call]) -> dict[str, float]:
-    """Median host microseconds of each call, interleaved; the device never falls behind."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(15):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(HOST_CALLS // 20):
-                call()
-            samples[name].append((time.perf_counter() - start) / (HOST_CALLS // 20) * 1e6)
-            torch.cuda.synchronize()
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def device_ms(calls: dict[str, Call], clear: torch.Tensor) -> dict[str, float]:
@@ -71,38 +52,6 @@ def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
     made[0].set_output(True).set_name("y")
     graph.build()
     return graph
-
-
-def bare_launch(frame: Any) -> Call:
-    """cuLaunchKernel on a packed parameter block, with nothing around it."""
-    launch = frame._run.__self__._launches[0]
-    function = driver().cuLaunchKernel
-    stream = torch.cuda.current_stream().cuda_stream
-    arguments = (*launch._geometry, ctypes.c_void_p(stream), None, launch._extra)
-    return lambda: function(*arguments)
-
-
-def measure_host(table: Table) -> None:
-    x, w = (
-        torch.randn(32, 1024, device="cuda").bfloat16(),
-        torch.ones(1024, device="cuda").bfloat16(),
-    )
-    y = torch.empty_like(x)
-    graph = norm_graph("rmsnorm", x, w, None)
-    pack = {"x": x, "scale": w, "y": y}
-    frame = graph.bind(pack)
-    calls: dict[str, Call] = {
-        "bare cuLaunchKernel": bare_launch(frame),
-        "frame.launch": frame.launch,
-        "graph.execute": lambda: graph.execute(pack),
-        "graph.bind": lambda: graph.bind(pack),
-        "ops.rms_norm": lambda: ops.rms_norm(x, w),
-        "torch rms_norm": lambda: F.rms_norm(x, (1024,), w),
-    }
-    times = host_us(calls)
-    bare = times["bare cuLaunchKernel"]
-    for name, value in times.items():
-        table.add(subject=name, host_us=f"{value:.2f}", ratio_to_bare=f"{value / bare:.2f}")
 
 
 def measure_bandwidth(table: Table) -> None:
@@ -201,9 +150,6 @@ def check(actual: torch.Tensor, expected: torch.Tensor, tol: float = 2**-7) -> N
 
 
 def main() -> None:
-    host = Table("launch", "python benchmark/norms_gpu.py")
-    measure_host(host)
-    host.write()
     bandwidth = Table("torch", "python benchmark/norms_gpu.py")
     measure_bandwidth(bandwidth)
     bandwidth.write()
