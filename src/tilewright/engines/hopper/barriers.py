@@ -1,0 +1,39 @@
+"""Named barriers of a program, by inline assembly: what Gluon's mbarriers cost too much for.
+
+An ``mbarrier.arrive`` first synchronizes the warps of its partition. ``bar.arrive`` needs no such
+thing: every warp adds itself and goes on, and whoever waits sees all of them. A multiprocessor has
+16 barriers a program; Triton takes the first ones for itself, one a partition and two more.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FIRST_FREE = gl.constexpr(5)
+
+
+@gluon.jit
+def barrier_wait(number, THREADS: gl.constexpr):
+    """Join barrier ``number`` and wait until ``THREADS`` threads have."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, " + THREADS + "; mov.b32 $0, 0;",
+        "=r,r,~{memory}",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def barrier_arrive(number, THREADS: gl.constexpr):
+    """Join barrier ``number`` of ``THREADS`` threads, and do not wait."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, " + THREADS + "; mov.b32 $0, 0;",
+        "=r,r,~{memory}",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
