@@ -1,0 +1,196 @@
+"""Triton's attention backward against the oracle: interpreted without a GPU, compiled on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases.backward import DeclaredBackward, backward_case
+from attention_cases.case import SMALL_EXTENTS, Case, all_pairs
+
+import tilewright as tw
+from tilewright.engines.triton.engine import interpreting
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+GUARD = 64
+SAMPLE = [
+    replace(backward_case(case), rows=rows, keys=keys, seed=number)
+    for number, case in enumerate(all_pairs(seed=2, most=60))
+    for rows, keys in (SMALL_EXTENTS[number % len(SMALL_EXTENTS)],)
+]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    if HAS_GPU:
+        yield
+        return
+    with interpreting():
+        yield
+
+
+def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
+    """Twice, between guards of the workspace; the deterministic plan repeats bit for bit."""
+    graph.deselect_engines(["hopper"])
+    graph.build()
+    assert graph.selected_engine == "triton", graph.explain()
+    size = graph.get_workspace_size()
+    workspace = torch.full((size + GUARD,), 0xAB, dtype=torch.uint8, device=DEVICE)
+    graph.execute(pack, workspace)
+    assert (workspace[size:] == 0xAB).all(), "nothing beyond the stated workspace is touched"
+
+
+# Each mask and each feature alone, and what broke other libraries.
+FOUND = [
+    Case(band="causal", sizes=(64, 64), heads=(4, 2)),
+    Case(band="window", rows=70, keys=70, values="hidden_nan", dtype="float16"),
+    Case(rows=5, keys=2, band="bottom_right", stats="natural", sink="same"),
+    Case(band="band_bottom_right", place="ragged", lengths="lengths", index="int64"),
+    Case(bias="hiding", dtype="float16", sizes=(16, 16)),
+    Case(bias="keys", alibi=True, sizes=(16, 16), rows=17, keys=33),
+    Case(dropout="philox", soft_cap="mul", dtype="float16", sizes=(16, 16)),
+    Case(lengths="sums", values="hidden_nan", batch=3, layout="stepped", sizes=(16, 16)),
+    Case(block_mask=True, rows=20, keys=129, sizes=(16, 16), sink="float32"),
+    Case(dtype="float32", sizes=(40, 72), rows=17, keys=33, scale="device"),
+]
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("is_deterministic", [True, False], ids=["fixed", "quick"])
+@pytest.mark.parametrize("case", FOUND, ids=str)
+def test_each_feature(case: Case, is_deterministic: bool) -> None:
+    declared = DeclaredBackward(backward_case(case), DEVICE, is_deterministic=is_deterministic)
+    declared.run(execute)
+
+
+@pytest.mark.L1
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_sample_of_all_pairs(case: Case) -> None:
+    DeclaredBackward(case, DEVICE, is_deterministic=case.seed % 2 == 0).run(execute)
+
+
+@pytest.mark.L0
+def test_the_quick_plan_says_that_its_sums_have_no_order() -> None:
+    def plans(*, is_deterministic: bool) -> Any:
+        graph = declare(Case(), is_deterministic=is_deterministic).graph
+        entries = [plan for plan in graph.plans if plan.engine_name == "triton"]
+        return [
+            (plan.knobs, tw.numeric_note.NONDETERMINISTIC in plan.numeric_notes) for plan in entries
+        ]
+
+    quick, fixed = plans(is_deterministic=False), plans(is_deterministic=True)
+    assert [is_unordered for _, is_unordered in quick] == [True, False]
+    assert [is_unordered for _, is_unordered in fixed] == [False]
+
+
+def declare(case: Case, *, is_deterministic: bool) -> DeclaredBackward:
+    declared = DeclaredBackward(backward_case(case), DEVICE, is_deterministic=is_deterministic)
+    declared.graph.deselect_engines(["hopper"])
+    return declared
+
+
+@pytest.mark.L0
+def test_workspace_is_the_row_statistics_and_the_sums() -> None:
+    rows = 128  # Rows are padded to whole tiles.
+    for is_deterministic, depth in ((True, 0), (False, 64)):
+        graph = declare(Case(rows=100, batch=2), is_deterministic=is_deterministic).graph
+        graph.build()
+        assert graph.get_workspace_size() == 2 * 2 * rows * (2 + depth) * 4
+
+
+@pytest.mark.L0
+def test_what_is_not_taken_is_declined_by_name() -> None:
+    graph = tw.Graph(io_data_type="float16", handle=tw.create_handle(DEVICE))
+    q, k, v, o, d_o = (graph.tensor((1, 1, 4, 16)) for _ in range(5))
+    stats = graph.tensor((1, 1, 4, 1), data_type="float32")
+    made = graph.sdpa_backward(
+        q, k, v, o, d_o, stats,
+        score_mod=lambda g, score: g.tanh(score),
+        score_mod_bprop=lambda g, d_score, score: g.tanh_backward(d_score, score),
+    )  # fmt: skip
+    for tensor in made:
+        tensor.set_output(True)
+    graph.build()
+    verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
+    assert graph.selected_engine == "aten" and "score_mod_bprop is given" in verdict.reason
+
+
+COMPILE = """
+import json
+import tilewright as tw
+from tilewright.engines.triton import attention_backward
+from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
+
+def declare(dtype, depth, depth_v, rows, **arguments):
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+    q, k = graph.tensor((2, 4, rows, depth)), graph.tensor((2, 2, 300, depth))
+    v, o, d_o = (
+        graph.tensor(dim) for dim in ((2, 2, 300, depth_v), *[(2, 4, rows, depth_v)] * 2)
+    )
+    stats = graph.tensor((2, 4, rows, 1), data_type="float32")
+    if arguments.pop("everything", False):
+        lengths = graph.tensor((2, 1, 1, 1), data_type="int32")
+        arguments |= dict(
+            use_padding_mask=True, seq_len_q=lengths, seq_len_kv=lengths, use_alibi_mask=True,
+            bias=graph.tensor((1, 1, rows, 300)), dropout=(0.1, graph.tensor_scalar(1),
+            graph.tensor_scalar(2)), sink_token=graph.tensor((1, 4, 1, 1)),
+            block_mask=graph.tensor((2, 4, (rows + 127) // 128, 1), data_type="uint8"),
+            score_mod=lambda g, s: g.mul(g.tanh(s), g.tensor_scalar(2.0)),
+            dBias=graph.tensor(), dSink_token=graph.tensor(),
+        )
+    made = graph.sdpa_backward(q, k, v, o, d_o, stats, attn_scale=0.1, **arguments)
+    for tensor in (*made, *(arguments.get(name) for name in ("dBias", "dSink_token"))):
+        if tensor is not None:
+            tensor.set_output(True)
+    graph.validate()
+    return graph
+
+results = []
+for graph, aligned in (
+    (declare("bfloat16", 128, 128, 300, use_causal_mask=True), True),
+    (declare("float16", 192, 128, 300, everything=True, sliding_window_length=70), False),
+    (declare("float32", 64, 64, 300), False),
+):
+    knobs = attention_backward.propose(graph, 132)[0].knobs
+    plan = attention_backward.plan(graph, knobs, 132)
+    for kernel in (plan if aligned else plan.fallback).kernels:
+        names = list(kernel.spec.function.arg_names)
+        given = [name for name, _ in kernel.spec.types]
+        constants = [name for name, _ in kernel.spec.constants]
+        for target in TARGETS:
+            code = compile_kernel(kernel.spec, target)
+            results.append({
+                "kernel": kernel.spec.name,
+                "target": target,
+                "bytes": len(code.image),
+                "threads": code.threads,
+                "runtime_in_order": given == [n for n in names if n not in constants],
+                "all_named": sorted(given + constants) == sorted(names),
+                "one_argument_each": len(kernel.arguments) == len(given),
+            })
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.L1
+def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment
+    )
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    assert {tuple(result["target"]) for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
+    parts = ("prepare", "keys", "rows", "finish", "sink", "bias")
+    assert {r["kernel"] for r in results} == {f"attention_backward_{part}" for part in parts}
+    for result in results:
+        assert result["bytes"] > 1000 and result["threads"] % 32 == 0
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
