@@ -321,7 +321,8 @@ class Binder:
             raise BindingError(f"workspace: on {facts.device}; expected {self.device}")
         start, stop = facts.pointer, facts.pointer + needed
         for slot, low, high in zip(self.slots, starts, stops, strict=True):
-            if start < high and low < stop:
+            # Of ranges of no bytes neither shares one, wherever it lies.
+            if max(start, low) < min(stop, high):
                 raise BindingError(
                     f"workspace: its bytes [{start:#x}, {stop:#x}) overlap those of tensor "
                     f"{slot.label} [{low:#x}, {high:#x})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.dtypes import DataType
 from tilewright.planning.rows import (
     BLOCK_SCALED,
     FLOATS,
@@ -69,10 +70,25 @@ _ATEN_ROWS = (
 _TRITON_TARGETS = frozenset({(8, 0), (9, 0), (10, 0), (12, 0)})
 _TRITON_ROWS = (
     CapabilityRow(
-        ("rmsnorm", "layernorm", "rmsnorm_backward", "layernorm_backward"),
+        (
+            "rmsnorm",
+            "layernorm",
+            "adalayernorm",
+            "instancenorm",
+            "instancenorm_backward",
+            "batchnorm",
+            "batchnorm_inference",
+            "batchnorm_backward",
+        ),
         FLOATS,
         compute_capabilities=_TRITON_TARGETS,
-        note="over the last axis, up to 65536 elements",
+        note="strides that join to two axes of rows and two of columns",
+    ),
+    CapabilityRow(
+        ("rmsnorm_backward", "layernorm_backward", "adalayernorm_backward"),
+        FLOATS,
+        compute_capabilities=_TRITON_TARGETS,
+        note="up to 65536 elements a row",
     ),
     CapabilityRow(
         ("rope", "rope_backward"),
@@ -81,7 +97,7 @@ _TRITON_ROWS = (
         note="up to 4096 rotated elements a head",
     ),
     CapabilityRow(
-        ("sdpa",),
+        ("sdpa", "sdpa_backward"),
         FLOATS,
         INDICES,
         compute_capabilities=_TRITON_TARGETS,
@@ -89,6 +105,16 @@ _TRITON_ROWS = (
     ),
     # The operations of a score program are asked for one by one.
     CapabilityRow(("pointwise",), FLOATS, INDICES, compute_capabilities=_TRITON_TARGETS),
+)
+
+_HOPPER_ROWS = (
+    CapabilityRow(
+        ("sdpa",),
+        frozenset({DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
+        devices=frozenset({"cuda"}),
+        compute_capabilities=frozenset({(9, 0)}),
+        note="16-bit q, k, v and O; dense, head sizes up to 256; bands, GQA, sinks, Stats",
+    ),
 )
 
 ENGINE_TABLE: tuple[EngineEntry, ...] = (
@@ -108,7 +134,9 @@ ENGINE_TABLE: tuple[EngineEntry, ...] = (
         _TRITON_ROWS,
         "Triton kernels, SM80 and newer",
     ),
-    EngineEntry(2, "hopper", None, 10, (), "Gluon kernels, SM90"),
+    EngineEntry(
+        2, "hopper", "tilewright.engines.hopper.engine", 10, _HOPPER_ROWS, "Gluon kernels, SM90"
+    ),
     EngineEntry(3, "cudnn", None, 20, (), "native cuDNN through its backend"),
 )
 

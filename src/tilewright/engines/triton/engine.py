@@ -8,8 +8,13 @@ __all__ = ["ENGINE", "interpreting"]
 
 # Kind of a graph's principal operation -> the module here that takes such graphs.
 _FAMILIES: dict[str, str] = {
-    **dict.fromkeys(("rmsnorm", "layernorm"), "normalization"),
-    **dict.fromkeys(("rmsnorm_backward", "layernorm_backward"), "normalization_backward"),
+    **dict.fromkeys(("rmsnorm", "layernorm", "adalayernorm", "instancenorm"), "normalization"),
+    **dict.fromkeys(("batchnorm", "batchnorm_inference"), "normalization"),
+    **dict.fromkeys(
+        ("rmsnorm_backward", "layernorm_backward", "adalayernorm_backward"),
+        "normalization_backward",
+    ),
+    **dict.fromkeys(("instancenorm_backward", "batchnorm_backward"), "group_backward"),
     **dict.fromkeys(("rope", "rope_backward"), "rope"),
     "sdpa": "attention",
     "sdpa_backward": "attention_backward",
