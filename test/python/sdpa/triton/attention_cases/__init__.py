@@ -1,0 +1,1 @@
+"""Attention cases for compiled engines: what may be declared, drawn, run and judged."""

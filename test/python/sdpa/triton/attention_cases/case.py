@@ -1,0 +1,126 @@
+"""One attention case: a level for each factor. Plain text and numbers, so that it prints whole."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Case:
+    """Levels of every factor. ``rows`` and ``keys`` and below do not change the compiled code."""
+
+    dtype: str = "bfloat16"
+    heads: tuple[int, int] = (2, 2)
+    sizes: tuple[int, int] = (64, 64)
+    layout: str = "bhsd"
+    band: str = "open"
+    lengths: str = "none"
+    place: str = "dense"
+    bias: str = "none"
+    alibi: bool = False
+    block_mask: bool = False
+    sink: str = "none"
+    soft_cap: str = "none"
+    dropout: str = "none"
+    stats: str = "none"
+    scale: str = "number"
+    values: str = "normal"
+    index: str = "int32"
+    out: str = "same"
+    # What follows does not change the compiled code.
+    rows: int = 40
+    keys: int = 50
+    batch: int = 2
+    seed: int = 0
+
+    def __str__(self) -> str:
+        plain = Case()
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        )
+
+
+# Plain levels first: a case with few special levels is easier to read.
+LEVELS: dict[str, tuple[object, ...]] = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "heads": ((2, 2), (4, 2), (3, 1)),
+    "sizes": ((64, 64), (128, 128), (16, 16), (96, 96), (256, 256), (192, 128), (40, 72), (13, 5)),
+    "layout": ("bhsd", "bshd", "gaps", "stepped", "expanded"),
+    "band": ("open", "causal", "bottom_right", "window", "band", "band_bottom_right"),
+    "lengths": ("none", "lengths", "sums"),
+    "place": ("dense", "ragged", "ragged_kv", "paged_1", "paged_16", "paged_48"),
+    "bias": ("none", "full", "keys", "rows", "heads", "hiding"),
+    "alibi": (False, True),
+    "block_mask": (False, True),
+    "sink": ("none", "float32", "same"),
+    "soft_cap": ("none", "mul", "div", "bare"),
+    "dropout": ("none", "philox", "philox_device", "mask"),
+    "stats": ("none", "natural", "log2", "all"),
+    "scale": ("number", "negative", "host", "device"),
+    "values": ("normal", "hidden_nan", "large"),
+    "index": ("int32", "int64"),
+    "out": ("same", "float32"),
+}
+SMALL_EXTENTS = ((1, 1), (5, 2), (2, 5), (17, 33), (40, 50), (33, 70), (64, 64), (20, 129))
+LARGE_EXTENTS = (
+    *((1, 1), (5, 2), (2, 5), (64, 64), (128, 128), (129, 127), (100, 300), (300, 100)),
+    *((257, 511), (1, 700), (16, 640), (384, 384)),
+)
+
+
+def legal(case: Case) -> Case:
+    """The nearest case that may be declared: one factor yields to another."""
+    if case.place != "dense" and case.lengths == "none":
+        case = replace(case, lengths="lengths")
+    if case.place == "dense" and case.index != "int32" and case.lengths == "none":
+        case = replace(case, index="int32")
+    if case.values == "hidden_nan" and case.lengths == "none" and case.band == "open":
+        case = replace(case, band="causal")
+    if case.layout == "expanded" and case.place != "dense":
+        case = replace(case, layout="bshd")
+    return case
+
+
+def factors(case: Case) -> tuple[tuple[str, object], ...]:
+    """The factors of a case that pairs are formed of."""
+    return tuple((name, getattr(case, name)) for name in LEVELS)
+
+
+def all_pairs(seed: int, most: int | None = None) -> list[Case]:
+    """Cases in which every legal pair of two factors' levels occurs, or the first ``most``.
+
+    Greedy: of some drawn candidates the one with the most new pairs is taken, until no drawn case
+    brings any.
+    """
+    draw = random.Random(seed)
+    covered: set[tuple[object, ...]] = set()
+    chosen: list[Case] = []
+    misses = 0
+    while misses < 20 and (most is None or len(chosen) < most):
+        candidates = [_drawn(draw) for _ in range(40)]
+        best = max(candidates, key=lambda case: len(_pairs(case) - covered))
+        new = _pairs(best) - covered
+        misses = 0 if new else misses + 1
+        if new:
+            covered |= new
+            chosen.append(best)
+    return chosen
+
+
+def _drawn(draw: random.Random) -> Case:
+    return legal(Case(**{name: draw.choice(levels) for name, levels in LEVELS.items()}))
+
+
+def _pairs(case: Case) -> set[tuple[object, ...]]:
+    return set(itertools.combinations(factors(case), 2))
+
+
+def at_extents(case: Case, extents: tuple[tuple[int, int], ...], seed: int) -> Iterator[Case]:
+    """The case at several extents: the same compiled code, other lengths and values."""
+    for number, (rows, keys) in enumerate(extents):
+        yield replace(case, rows=rows, keys=keys, batch=1 + number % 3, seed=seed + number)

@@ -1,0 +1,196 @@
+"""Triton's attention forward against the oracle: interpreted without a GPU, compiled on one.
+
+The cases are a sample of all pairs of features; ``test_triton_attention_pairs.py`` has them all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases.case import SMALL_EXTENTS, Case, all_pairs
+from attention_cases.running import Declared
+
+import tilewright as tw
+from tilewright.engines.triton.engine import interpreting
+
+pytestmark = pytest.mark.L0
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+SAMPLE = [
+    replace(case, rows=rows, keys=keys, seed=number)
+    for number, case in enumerate(all_pairs(seed=1, most=16))
+    for rows, keys in (SMALL_EXTENTS[number % len(SMALL_EXTENTS)],)
+]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    if HAS_GPU:
+        yield
+        return
+    with interpreting():
+        yield
+
+
+def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
+    graph.deselect_engines(["hopper"])
+    graph.build()
+    assert graph.selected_engine == "triton", graph.explain()
+    size = graph.get_workspace_size()
+    graph.execute(pack, torch.full((max(size, 1),), 0xAB, dtype=torch.uint8, device=DEVICE))
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_sample_of_all_pairs(case: Case) -> None:
+    Declared(case, DEVICE).run(execute)
+
+
+# What broke other libraries, and the plain cases of each mask.
+FOUND = [
+    Case(rows=2, keys=5, band="causal", stats="all"),
+    Case(rows=5, keys=2, band="causal", stats="natural"),
+    Case(rows=2, keys=5, band="bottom_right", stats="natural"),
+    # Rows 0 to 2 see nothing: 0 and -inf.
+    Case(rows=5, keys=2, band="bottom_right", stats="all"),
+    Case(rows=5, keys=2, band="bottom_right", stats="all", sink="same"),
+    Case(rows=70, keys=70, band="window", values="hidden_nan"),
+    Case(rows=33, keys=70, band="causal", values="hidden_nan", lengths="lengths", stats="log2"),
+    Case(rows=1, keys=128, lengths="lengths", values="hidden_nan", batch=3),
+    Case(rows=8, keys=8, bias="hiding", sizes=(8, 8), stats="natural"),
+    Case(rows=8, keys=13, place="paged_1", stats="natural", heads=(4, 2)),
+]
+
+
+@pytest.mark.parametrize("case", FOUND, ids=str)
+def test_cases_that_broke_others(case: Case) -> None:
+    Declared(case, DEVICE).run(execute)
+
+
+def test_a_negative_window_of_scores_does_not_start_at_zero() -> None:
+    # Scores near -120: a running maximum that starts at 0 makes all weights vanish.
+    q, k = torch.randn(2, 1, 1, 64, 64, generator=torch.Generator().manual_seed(0)) * 0.1
+    q[..., 0], k[..., 0] = 1.0, -120.0 * 8.0
+    v = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(1))
+    o = run_plain(q.bfloat16(), k.bfloat16(), v.bfloat16(), use_causal_mask=True)
+    assert torch.isfinite(o).all() and o.float().abs().max() > 0.5
+
+
+def run_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **masks: Any) -> torch.Tensor:
+    graph = tw.Graph(io_data_type=q.dtype, handle=tw.create_handle(DEVICE))
+    tensors = [graph.tensor(t.shape, t.stride()) for t in (q, k, v)]
+    o, _ = graph.sdpa(*tensors, attn_scale=q.shape[3] ** -0.5, is_inference=True, **masks)
+    o.set_output(True)
+    out = torch.full(o.dim or (*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype, device=DEVICE)
+    pack = dict(zip(tensors, (t.to(DEVICE) for t in (q, k, v)), strict=True))
+    execute(graph, {**pack, o: out})
+    return out.cpu()
+
+
+def test_heads_do_not_depend_on_the_batch_beside_them() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 2, 2, 33, 32, generator=generator).half()
+    whole = run_plain(q, k, v, use_causal_mask=True)
+    for index in range(2):
+        alone = run_plain(*(t[index : index + 1] for t in (q, k, v)), use_causal_mask=True)
+        assert torch.equal(alone, whole[index : index + 1])
+
+
+DECLINES: list[tuple[str, dict[str, Any], str]] = [
+    ("head size", {"sizes": (257, 64)}, "has head size 257; the kernels take up to 256"),
+    ("double", {"dtype": "float64"}, "has data type DOUBLE"),
+]
+
+
+@pytest.mark.parametrize(
+    ("levels", "reason"), [row[1:] for row in DECLINES], ids=[row[0] for row in DECLINES]
+)
+def test_a_decline_names_the_tensor_and_the_rule(levels: dict[str, Any], reason: str) -> None:
+    declared = Declared(Case(**levels), DEVICE)
+    declared.graph.build()
+    verdict = next(v for v in declared.graph.explain().verdicts if v.engine_name == "triton")
+    assert declared.graph.selected_engine == "aten" and reason in verdict.reason
+
+
+def test_a_score_program_that_is_no_soft_cap_is_declined_by_name() -> None:
+    graph = tw.Graph(io_data_type="float16", handle=tw.create_handle(DEVICE))
+    q, k, v = (graph.tensor((1, 1, 4, 16)) for _ in range(3))
+    o, _ = graph.sdpa(q, k, v, is_inference=True, score_mod=lambda g, score: g.relu(score))
+    o.set_output(True)
+    graph.build()
+    verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
+    assert "score_mod has relu" in verdict.reason
+
+
+COMPILE = """
+import json, sys
+import tilewright as tw
+from tilewright.engines.triton import attention
+from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
+from tilewright.graph.enums import knob_type as K
+
+def declare(dtype, depth, depth_v, rows, **arguments):
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+    q = graph.tensor((2, 4, rows, depth))
+    k, v = graph.tensor((2, 2, 300, depth)), graph.tensor((2, 2, 300, depth_v))
+    if arguments.pop("everything", False):
+        lengths = graph.tensor((2, 1, 1, 1), data_type="int32")
+        arguments |= dict(
+            use_padding_mask=True, seq_len_q=lengths, seq_len_kv=lengths, use_alibi_mask=True,
+            bias=graph.tensor((1, 1, rows, 300)), dropout=(0.1, graph.tensor_scalar(1),
+            graph.tensor_scalar(2)), sink_token=graph.tensor((1, 4, 1, 1)),
+            block_mask=graph.tensor((2, 4, (rows + 127) // 128, 1), data_type="uint8"),
+            score_mod=lambda g, s: g.mul(g.tanh(s), g.tensor_scalar(2.0)),
+        )
+    o, stats = graph.sdpa(q, k, v, generate_stats=True, attn_scale=0.1, **arguments)
+    o.set_output(True)
+    stats.set_output(True)
+    graph.validate()
+    return graph
+
+results = []
+# Tiles small enough that the compiler is quick; what it takes is the same code.
+small = ((K.TILE_M, 16), (K.TILE_N, 16), (K.WARPS, 4), (K.STAGES, 2))
+for graph, knobs in (
+    (declare("bfloat16", 128, 128, 300, use_causal_mask=True), ()),
+    (declare("float16", 48, 24, 300, everything=True, sliding_window_length=70), small),
+    (declare("float32", 16, 16, 300), small),
+):
+    plan = attention.plan(graph, knobs, 132)
+    for kernel in plan.kernels:
+        names = list(kernel.spec.function.arg_names)
+        given = [name for name, _ in kernel.spec.types]
+        constants = [name for name, _ in kernel.spec.constants]
+        for target in TARGETS:
+            code = compile_kernel(kernel.spec, target)
+            results.append({
+                "target": target,
+                "bytes": len(code.image),
+                "threads": code.threads,
+                "runtime_in_order": given == [n for n in names if n not in constants],
+                "all_named": sorted(given + constants) == sorted(names),
+                "one_argument_each": len(kernel.arguments) == len(given),
+            })
+print(json.dumps(results))
+"""
+
+
+def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment
+    )
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    assert {tuple(result["target"]) for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
+    for result in results:
+        assert result["bytes"] > 1000 and result["threads"] % 32 == 0
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
