@@ -15,7 +15,7 @@ import torch
 from tilewright.errors import BindingError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.aliases import ByteRange, ranges_clash
-from tilewright.launch.facts import OperandFacts, observe
+from tilewright.launch.facts import OperandFacts, observe, owned_bytes
 from tilewright.launch.pointers import bytes_at
 from tilewright.launch.slots import Slot
 from tilewright.torch_dtypes import from_torch
@@ -47,11 +47,13 @@ class Binder:
         in_place: frozenset[tuple[int, int]] = frozenset(),
         virtual_uids: Mapping[int, str] | None = None,
         workspace_bytes: int = 0,
+        workspace_alignment_bytes: int = 1,
         needs_views: bool = True,
     ) -> None:
         self.slots = tuple(slots)
         self.device = device
         self.workspace_bytes = workspace_bytes
+        self.workspace_alignment_bytes = workspace_alignment_bytes
         # Without views, a binding may hold the caller's tensors as they came: only addresses count.
         self._needs_views = needs_views
         self._accepted: set[Any] = set()
@@ -94,7 +96,7 @@ class Binder:
             BindingError: naming the tensor, what was given, what was expected, and the rule.
         """
         buffers = self._by_position(pack)
-        cuda_index = self._cuda_index
+        cuda_index, needs_views = self._cuda_index, self._needs_views
         views: list[torch.Tensor] = []
         starts: list[int] = []
         stops: list[int] = []
@@ -107,6 +109,7 @@ class Binder:
                 and (buffer.is_contiguous() if stride is None else buffer.stride() == stride)
                 and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
                 and not buffer.requires_grad
+                and (needs_views or owned_bytes(buffer) >= span)
             ):
                 start = buffer.data_ptr()
                 stop = start + span
@@ -224,7 +227,7 @@ class Binder:
         if isinstance(buffer, torch.Tensor):
             # Layouts that differ from the declared one and were found to reach far enough.
             layout = (slot.uid, buffer.dtype, buffer.device, buffer.shape, buffer.stride())
-            if layout in self._accepted:
+            if layout in self._accepted and owned_bytes(buffer) >= slot.span_bytes:
                 start = buffer.data_ptr()
                 return self._view(slot, buffer), start, start + slot.span_bytes
             bound = self._observe_and_check(slot, buffer)
@@ -320,6 +323,11 @@ class Binder:
         if facts.device is not None and facts.device != self.device:
             raise BindingError(f"workspace: on {facts.device}; expected {self.device}")
         start, stop = facts.pointer, facts.pointer + needed
+        if needed and start % self.workspace_alignment_bytes:
+            raise BindingError(
+                f"workspace: address {start:#x} is not a multiple of "
+                f"{self.workspace_alignment_bytes} bytes, which the plan's kernels need"
+            )
         for slot, low, high in zip(self.slots, starts, stops, strict=True):
             # Of ranges of no bytes neither shares one, wherever it lies.
             if max(start, low) < min(stop, high):

@@ -20,6 +20,7 @@ import torch
 
 from tilewright.launch import prepared
 from tilewright.launch.binder import Binder
+from tilewright.launch.facts import owned_bytes
 from tilewright.launch.prepared import (
     BlockPool,
     Constant,
@@ -96,6 +97,7 @@ def _generate(
         "pop": pool.pop,
         "give": pool.give,
         "make": pool.make,
+        "owned_bytes": owned_bytes,
     }
     lines = [
         "def call(pack, workspace, stream):",
@@ -110,14 +112,13 @@ def _generate(
     for number in given:
         lines += _layout_check(binder, number, names)
     facts = [f"p{number}" for number in given]
-    spans = {i: f"p{i} + {slots[i].span_bytes}" for i in given}
+    spans = {i: f"p{i} + {_span(binder, i)}" for i in given}
     for number in given:
         lines.append(f" p{number} = b{number}.data_ptr()")
         if slots[number].is_flat:
             # It reaches as far as its buffer does.
             lines.append(f" z{number} = b{number}.nbytes")
             facts.append(f"z{number}")
-            spans[number] = f"p{number} + z{number}"
             if not slots[number].is_ragged:
                 lines += [f" if z{number} < {slots[number].span_bytes}:", "  return False"]
     lines += _workspace_check(binder.workspace_bytes)
@@ -185,6 +186,12 @@ def _layout_check(binder: Binder, number: int, names: dict[str, Any]) -> list[st
     ]
 
 
+def _span(binder: Binder, number: int) -> str:
+    """How many bytes a call uses of an operand, as the function has it."""
+    slot = binder.slots[number]
+    return f"z{number}" if slot.is_flat else str(slot.span_bytes)
+
+
 def _workspace_check(needed: int) -> list[str]:
     if not needed:
         # An empty one is often given all the same.
@@ -210,11 +217,12 @@ def _refusals(
         mask = binder.slots[number].alignment_bytes - 1
         if number in needs_aligned:
             mask |= _KERNEL_ALIGNMENT_MASK
-        if mask:
-            masks.setdefault(mask, []).append(f"p{number}")
+        masks.setdefault(mask, []).append(f"p{number}")
     if binder.workspace_bytes:
-        masks.setdefault(_KERNEL_ALIGNMENT_MASK, []).append("w")
-    found = [f"({' | '.join(pointers)}) & {mask}" for mask, pointers in masks.items()]
+        masks.setdefault(binder.workspace_alignment_bytes - 1, []).append("w")
+    found = [f"({' | '.join(pointers)}) & {mask}" for mask, pointers in masks.items() if mask]
+    # A storage that is resized under a tensor moves, so it is looked at when addresses change.
+    found += [f"owned_bytes(b{number}) < {_span(binder, number)}" for number in given]
     for written, other, may_share in binder.pairs:
         if written not in given or other not in given:
             continue

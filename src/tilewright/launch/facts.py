@@ -55,7 +55,7 @@ def observe(buffer: Any, label: str) -> OperandFacts:
 
 
 def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
-    """The facts of a torch tensor; its span is that of its own view, not of its storage."""
+    """The facts of a torch tensor; its span is that of its own view, as far as its storage goes."""
     if tensor.layout is not torch.strided:
         raise BindingError(f"tensor {label}: layout {tensor.layout}; expected torch.strided")
     if tensor.requires_grad:
@@ -67,9 +67,18 @@ def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
         stride,
         _data_type(tensor, label),
         tensor.device,
-        span_elements(dim, stride) * tensor.element_size(),
+        min(span_elements(dim, stride) * tensor.element_size(), owned_bytes(tensor)),
         tensor,
     )
+
+
+def owned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its storage.
+
+    A storage that was made smaller under a tensor holds less than the tensor's dim says.
+    """
+    offset_bytes = tensor.storage_offset() * tensor.element_size()
+    return max(tensor.untyped_storage().nbytes() - offset_bytes, 0)
 
 
 def _data_type(tensor: torch.Tensor, label: str) -> DataType:

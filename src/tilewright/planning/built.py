@@ -37,6 +37,7 @@ class BuiltPlan:
                 in_place=in_place_pairs(graph, slots),
                 virtual_uids={t.uid: t.label() for t in graph.virtual_tensors()},
                 workspace_bytes=self.workspace_bytes,
+                workspace_alignment_bytes=getattr(self.executable, "workspace_alignment_bytes", 1),
                 needs_views=self.executable.needs_views,
             )
             # An executable of prepared kernels has a short way for plain calls.

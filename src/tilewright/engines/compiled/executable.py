@@ -35,6 +35,7 @@ class CudaExecutable:
     """Loaded kernels of one plan on one device. Immutable."""
 
     needs_views = False
+    workspace_alignment_bytes = POINTER_ALIGNMENT_BYTES
 
     def __init__(
         self, plan: KernelPlan, device: torch.device, compute_capability: tuple[int, int]

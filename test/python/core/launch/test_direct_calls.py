@@ -1,0 +1,366 @@
+"""Plain calls in one flat function: the same launches and the same refusals as the binder's way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.engines.compiled.planned import KernelPlan
+from tilewright.launch.prepared import Constant, HostScalar, Operand, Scratch
+
+pytestmark = pytest.mark.L0
+
+ROWS, WIDTH = 4, 16
+STEPS = 300
+
+
+def norm_graph(stride: Any = ()) -> Any:
+    """Four operands: x, scale, y and a scalar that the plan has a value for."""
+    graph = tw.Graph(io_data_type="float32", intermediate_data_type="float32")
+    x = graph.tensor((ROWS, WIDTH), stride, name="x")
+    scale = graph.tensor((1, WIDTH), name="scale")
+    epsilon = graph.tensor_scalar(0.25).set_name("epsilon")
+    y, _ = graph.rmsnorm(tw.norm_forward_phase.INFERENCE, x, scale, None, epsilon)
+    y.set_output(True).set_name("y").set_dim((ROWS, WIDTH))
+    if stride:
+        y.set_stride(stride)
+    graph.validate()
+    return graph
+
+
+def slots(graph: Any) -> dict[str, int]:
+    return {t.name: i for i, t in enumerate([*graph.inputs(), *graph.outputs()])}
+
+
+def norm_plan(make_kernel: Callable[..., Any], graph: Any, **options: Any) -> KernelPlan:
+    at = slots(graph)
+    arguments = [
+        ("*fp32", Operand(at["x"])),
+        ("i32", Constant(7)),
+        ("*fp32", Operand(at["y"], 8)),
+        ("fp32", HostScalar(at["epsilon"], 0.25)),
+        ("*fp32", Operand(at["scale"])),
+        ("i64", Constant(-3)),
+    ]
+    return KernelPlan((make_kernel(1, arguments),), **options)
+
+
+def operands() -> dict[str, torch.Tensor]:
+    shapes = {"x": (ROWS, WIDTH), "scale": (1, WIDTH), "y": (ROWS, WIDTH)}
+    return {name: aligned(torch.rand(shape)) for name, shape in shapes.items()}
+
+
+def aligned(values: torch.Tensor) -> torch.Tensor:
+    """A copy at a multiple of 16 bytes, with room around it."""
+    storage = torch.zeros(values.numel() + 64)
+    skip = -storage.data_ptr() % 64 // 4
+    return storage[skip : skip + values.numel()].view(values.shape).copy_(values)
+
+
+def fresh(stride: Any) -> dict[str, torch.Tensor]:
+    """Operands laid out as declared."""
+    made = operands()
+    if stride:
+        storage = aligned(torch.zeros(2, ROWS * stride[0] + 8))
+        for name, row in zip(("x", "y"), storage, strict=True):
+            made[name] = row.as_strided((ROWS, WIDTH), stride, row.storage_offset())
+    return made
+
+
+def outcome(fake: Any, run: Callable[[], Any]) -> Any:
+    """What was launched, or the refusal."""
+    fake.take()
+    try:
+        run()
+    except tw.TilewrightError as error:
+        assert fake.take() == [], "a refused call launches nothing"
+        return type(error).__name__, str(error)
+    return fake.take()
+
+
+def test_one_call_fills_and_launches_as_declared(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = operands()
+    built.execute(pack)
+    (first,) = fake_driver.take()
+    assert (first.function, first.grid, first.stream) == (0x1000, (5, 1, 1), 1000)
+    x, scale, y = (pack[name].data_ptr() for name in ("x", "scale", "y"))
+    wanted = struct.pack("<Qi4xQf4xQqQQ", x, 7, y + 8, 0.25, scale, -3, 0, 0)
+    assert first.parameters == wanted
+    # Again, on another stream, and with other buffers: all by the same function.
+    call = built._direct.current
+    built.execute(pack, None, 77)
+    other = operands()
+    built.execute(other)
+    again, moved = fake_driver.take()
+    assert again.parameters == wanted and again.stream == 77
+    assert moved.parameters[:8] == struct.pack("<Q", other["x"].data_ptr())
+    assert built._direct.current is call and call(pack, None, None) is True
+
+
+def test_what_is_plain_runs_the_short_way_and_nothing_else_does(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = operands()
+    by_tensor = {t: pack[t.name] for t in (*graph.inputs(), *graph.outputs()) if t.name in pack}
+    by_uid = {tensor.uid: buffer for tensor, buffer in by_tensor.items()}
+    learned = pack | {"scale": torch.nn.Parameter(pack["scale"])}
+    plain = [pack, by_tensor, by_uid, dict(reversed(pack.items())), learned]
+    for each in plain:
+        built.execute(each)
+        assert built._direct.current(each, None, None)
+        assert built._direct.current(each, torch.empty(0, dtype=torch.uint8), None)
+    special = [
+        {**pack, None: None},
+        {**pack, "unknown": 3},
+        {**pack, "x": pack["x"].data_ptr()},
+        {**pack, "epsilon": torch.full((1, 1, 1, 1), 0.5)},
+        type("Pack", (dict,), {})(pack),
+    ]
+    for each in special:
+        (launched,) = outcome(fake_driver, functools.partial(built.execute, each))
+        assert not built._direct.current(each, None, None)
+        assert not built._direct.other(each, None, None)
+        epsilon = 0.5 if "epsilon" in each else 0.25
+        assert launched.parameters[24:28] == struct.pack("<f", epsilon)
+
+
+def test_a_missing_operand_is_never_filled_in(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    # A default dictionary would hand one out.
+    import collections
+
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = operands()
+    built.execute(pack)
+    del pack["scale"]
+    for lacking in (pack, collections.defaultdict(lambda: torch.zeros(1, WIDTH), pack)):
+        with pytest.raises(tw.BindingError, match=r"'scale'.*no buffer"):
+            built.execute(lacking)
+
+
+def changes(draw: random.Random, pack: dict[str, Any]) -> dict[str, Any]:
+    """One more state of a pack: other buffers, views, types, or a change in place."""
+    name = draw.choice(list(pack))
+    buffer, other = pack[name], pack[draw.choice(list(pack))]
+    wide = torch.zeros(2 * ROWS * WIDTH + 8)
+    skip = -wide.data_ptr() % 16 // 4
+    new: list[Callable[[], Any]] = [
+        lambda: operands()[name],
+        lambda: wide[skip : skip + buffer.numel()].view(buffer.shape),
+        lambda: wide[skip + 1 : skip + 1 + buffer.numel()].view(buffer.shape),
+        lambda: wide[: 2 * buffer.numel()].view(-1, 2)[:, 0].view(buffer.shape),
+        lambda: buffer.flatten(),
+        lambda: buffer[..., : WIDTH - 1],
+        lambda: torch.cat([buffer, buffer]),
+        lambda: buffer.double(),
+        lambda: buffer.t(),
+        lambda: other,
+        lambda: torch.nn.Parameter(buffer.detach().clone()),
+        lambda: torch.empty(0),
+        lambda: buffer.data_ptr(),
+        lambda: None,
+        lambda: buffer.numpy(),
+    ]
+    in_place: list[Callable[[], Any]] = [
+        lambda: buffer.resize_(1, WIDTH - 1),
+        lambda: buffer.resize_(ROWS, WIDTH),
+        lambda: buffer.as_strided_((ROWS, WIDTH), (1, ROWS)),
+        lambda: buffer.as_strided_((ROWS, WIDTH), (0, 1)),
+        lambda: buffer.set_(other),
+        lambda: setattr(buffer, "data", buffer.view(torch.int32)),
+        lambda: setattr(buffer, "data", buffer.detach().clone().flatten()[: WIDTH - 1]),
+        lambda: buffer.untyped_storage().resize_(4 * WIDTH),
+    ]
+    if type(buffer) is torch.Tensor and draw.random() < 0.4:
+        with contextlib.suppress(RuntimeError):
+            draw.choice(in_place)()
+        return pack
+    try:
+        return {**pack, name: draw.choice(new)()}
+    except (RuntimeError, AttributeError, TypeError):
+        return pack
+
+
+@pytest.mark.parametrize("stride", [(), (WIDTH + 2, 1)], ids=["packed", "gaps"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_both_ways_agree_on_whatever_comes(
+    fake_driver: Any, build: Any, make_kernel: Any, seed: int, stride: Any
+) -> None:
+    # L1, L5, L6: views, types, short buffers, aliases, and changes in place between calls.
+    graph = norm_graph(stride)
+    at = slots(graph)
+    general = norm_plan(make_kernel, graph)
+    plan = norm_plan(make_kernel, graph, needs_aligned=(at["x"], at["y"]), fallback=general)
+    short, long = (build(graph, plan) for _ in range(2))
+    long._direct = None
+    draw = random.Random(seed)
+    seen = {"short": 0, "long": 0, "refused": 0}
+    pack = fresh(stride)
+    for _ in range(STEPS):
+        if draw.random() < 0.4:
+            pack = fresh(stride)
+        for _ in range(draw.choice((0, 0, 1, 1, 2))):
+            pack = changes(draw, pack)
+        expected = outcome(fake_driver, functools.partial(long.execute, pack))
+        found = outcome(fake_driver, functools.partial(short.execute, pack))
+        assert found == expected
+        is_short = type(found) is list and short._direct.current(pack, None, None)
+        seen["refused" if type(found) is tuple else "short" if is_short else "long"] += 1
+    assert min(seen.values()) > STEPS // 20, seen
+
+
+def two_kernels(make_kernel: Any, at: dict[str, int]) -> KernelPlan:
+    first = make_kernel(1, [("*fp32", Operand(at["x"])), ("*fp32", Scratch(0))])
+    second = make_kernel(
+        2, [("*fp32", Scratch(256)), ("*fp32", Operand(at["y"])), ("i32", Constant(3))], (1, 2, 3)
+    )
+    return KernelPlan((first, second), (("one", 16), ("two", 32)))
+
+
+def test_several_kernels_and_their_workspace(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    graph = norm_graph()
+    built = build(graph, two_kernels(make_kernel, slots(graph)))
+    assert built.workspace_bytes == 288
+    pack = operands()
+    space = aligned(torch.zeros(128)).view(torch.uint8)
+    start = space.data_ptr()
+    built.execute(pack, space)
+    first, second = fake_driver.take()
+    assert built._direct.current(pack, space, None)
+    assert (first.function, second.function, second.grid) == (0x1000, 0x2000, (1, 2, 3))
+    assert first.parameters[8:16] == struct.pack("<Q", start)
+    wanted = struct.pack("<QQi4x", start + 256, pack["y"].data_ptr(), 3)
+    assert second.parameters[:24] == wanted
+    # L6, B6: refused before any launch; and so is one that is short, or not aligned for kernels.
+    fake_driver.take()
+    storage = aligned(torch.zeros(256))
+    cases = {
+        "none given": None,
+        "287 bytes": space[:287],
+        "285 bytes": space[::2][:143],
+        "overlap": storage.view(torch.uint8),
+        "multiple of 16": aligned(torch.zeros(128)).view(torch.uint8)[8:],
+    }
+    for message, wrong in cases.items():
+        with pytest.raises(tw.BindingError, match=message):
+            built.execute({**pack, "x": storage[:64].view(ROWS, WIDTH)}, wrong)
+        assert fake_driver.take() == []
+    built.execute({**pack, "x": storage[:64].view(ROWS, WIDTH)}, storage[64:].view(torch.uint8))
+    assert len(fake_driver.take()) == 2
+
+
+def test_a_refusal_by_the_driver_is_told_and_the_next_call_is_right(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = operands()
+    built.execute(pack)
+    (wanted,) = fake_driver.take()
+    for run in (lambda: built.execute(pack), lambda: built.bind(pack).launch()):
+        fake_driver.statuses = [700]
+        with pytest.raises(tw.LaunchError, match=r"'k': launch: CUDA error 700"):
+            run()
+        run()
+        assert fake_driver.take() == [wanted]
+
+
+def test_a_thread_without_a_context_gets_one(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = operands()
+    frame = built.bind(pack)
+    for run in (lambda: built.execute(pack), frame.launch):
+        fake_driver.statuses = [201]
+        run()
+        assert len(fake_driver.take()) == 1 and fake_driver.contexts_made == [0]
+        fake_driver.contexts_made.clear()
+
+
+def test_calls_inside_a_call_share_no_block(
+    fake_driver: Any, build: Any, make_kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # L10: while one call is at the driver, another thread binds and launches other buffers.
+    from tilewright.launch import driver_launch
+
+    packs = [operands(), operands()]
+    seen: list[bytes] = []
+
+    def launch(config: Any, function: Any, parameters: None, extra: Any) -> int:
+        if not seen:
+            seen.append(b"")
+            built.execute(packs[1])
+        return fake_driver.launch(config, function, parameters, extra)
+
+    monkeypatch.setattr(driver_launch, "launch_function", lambda: launch)
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    built.execute(packs[0])
+    inner, outer = fake_driver.take()
+    assert inner.parameters[:8] == struct.pack("<Q", packs[1]["x"].data_ptr())
+    assert outer.parameters[:8] == struct.pack("<Q", packs[0]["x"].data_ptr())
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a CUDA device."""
+
+    index = 1
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.index)
+
+    def get_device(self) -> int:
+        return self.index
+
+
+def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    made = tensor.as_subclass(OnDevice)
+    made.index = index
+    return made
+
+
+def test_work_goes_to_the_operands_device_and_its_stream(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    # L8, B13: whatever is current before is so again, after a failure too.
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph), "cuda:1")
+    pack = {name: on_device(t, 1) for name, t in operands().items()}
+    frame = built.bind(pack)
+    for current in (0, 1, 2):
+        fake_driver.device = current
+        for run in (built.execute, lambda pack, space, stream: frame.launch(stream)):
+            run(pack, None, None)
+            run(pack, None, 55)
+            omitted, given = fake_driver.take()
+            assert (omitted.stream, omitted.device) == (1001, 1)
+            assert (given.stream, given.device) == (55, 1)
+            fake_driver.statuses = [1]
+            with pytest.raises(tw.LaunchError):
+                run(pack, None, None)
+            assert fake_driver.device == current and fake_driver.take() == []
+    with pytest.raises(tw.BindingError, match="on cuda:0; expected cuda:1"):
+        built.execute({**pack, "x": on_device(operands()["x"], 0)})
+    with pytest.raises(tw.BindingError, match="stream: got 'seven'"):
+        frame.launch("seven")
