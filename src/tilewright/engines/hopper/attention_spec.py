@@ -82,7 +82,7 @@ def read_spec(operation: Operation) -> AttentionSpec:
     left, right = operation.left_bound, operation.right_bound
     # In the kernel's own rows; a bound beyond every row and key says nothing.
     left = None if left is None or left - shift >= extents.rows else left - shift
-    right = None if right is None or right + shift >= extents.keys else right + shift
+    right = None if right is None or right + shift >= extents.keys - 1 else right + shift
     return AttentionSpec(
         ports=ports,
         batch=extents.batch,

@@ -1,0 +1,84 @@
+"""Tensor maps without a GPU: what is declined, what the driver is told, the place in a block."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+import tilewright as tw
+from tilewright.dtypes import DataType
+from tilewright.launch import prepared
+from tilewright.launch.prepared import Constant, Operand
+from tilewright.launch.tensor_maps import TensorMapEncoder, map_decline_reason, tensor_map
+
+pytestmark = pytest.mark.L0
+
+
+def declared(dim: Any, stride: Any = None, dtype: str = "bfloat16") -> Any:
+    graph = tw.Graph(handle=tw.create_handle("cpu"))
+    options = {} if stride is None else {"stride": stride}
+    return graph.tensor(dim, data_type=dtype, name="x", **options)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (declared((2, 3, 8), dtype="double"), "DOUBLE has no tensor map"),
+        (declared((2, 0, 8)), "extents from 1"),
+        (declared((2, 3, 8), (24, 8, 2)), "needs 1 on the last axis"),
+        (declared((2, 3, 8), (20, 8, 1)), "axis 0 steps by 40 bytes"),
+        (declared((2, 3, 8), (24, 4, 1)), "axis 1 steps by 8 bytes"),
+        (declared((2, 3, 8), (0, 8, 1)), "axis 0 steps by 0 bytes"),
+        (declared((2, 3, 8), (2**39, 8, 1)), r"below 2\*\*40"),
+        (declared((1, 2, 1, 1, 2, 8)), "6 axes"),
+    ],
+)
+def test_what_no_map_describes(tensor: Any, reason: str) -> None:
+    found = map_decline_reason(tensor)
+    assert found is not None
+    with pytest.raises(tw.NotSupportedError, match=f"tensor 'x'.*{reason}"):
+        tensor_map(tensor, 0, (1,) * (tensor.rank - 1) + (8,))
+
+
+def test_alignment_counts_the_batch_stride_only_where_it_is_stepped() -> None:
+    # B20: the operand's own width; a singleton axis is exempt.
+    assert map_decline_reason(declared((1, 3, 8), (7, 8, 1))) is None
+    assert map_decline_reason(declared((2, 3, 8), (28, 8, 1))) is not None
+    assert map_decline_reason(declared((2, 3, 8), (28, 8, 1), "float32")) is None
+    assert map_decline_reason(declared((2, 3, 16), (48, 16, 1), "fp8_e4m3")) is None
+    assert map_decline_reason(declared((2, 3, 16), (48, 8, 1), "fp8_e4m3")) is not None
+
+
+def test_the_driver_is_told_the_innermost_axis_first_and_wide_steps_whole() -> None:
+    step = 2**38 + 8
+    made = tensor_map(declared((2, 5, 3, 96), (step, 96, 5 * 96, 1)), 4, (1, 1, 64, 128))
+    encoder = TensorMapEncoder(made)
+    dim, steps, box, walk = (tuple(array) for array in encoder._arrays)
+    assert dim == (96, 3, 5, 2)
+    assert steps == (5 * 96 * 2, 96 * 2, step * 2)
+    # 128 bytes are swizzled: a row of 128 elements is two boxes of 64, side by side.
+    assert box == (64, 64, 1, 1) and walk == (1, 1, 1, 1)
+    assert encoder.slot == 4
+
+
+@pytest.mark.parametrize("start", [0, 8, 4098])
+def test_an_address_that_no_map_takes_is_refused_before_the_driver(start: int) -> None:
+    encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
+    with pytest.raises(tw.BindingError, match=rf"'x': address {start:#x}.*multiple of 16"):
+        encoder.encode(start)
+
+
+def test_a_map_lies_at_a_multiple_of_64_with_its_extents_and_steps_behind() -> None:
+    made = tensor_map(declared((2, 3, 8)), 1, (1, 2, 8))
+    types, arguments = prepared._expanded(
+        ["*fp32", "tensordesc<bf16[1, 2, 8],...>", "i32"], [Operand(0), made, Constant(7)]
+    )
+    assert types[2:] == ["i32"] * 3 + ["i64"] * 3 + ["i32"]
+    assert arguments[2:] == [Constant(value) for value in (2, 3, 8, 24, 8, 1, 7)]
+    formats = ["Q", prepared._FORMATS[types[1]], "i", "i", "i", "q", "q", "q", "i"]
+    offsets, size = prepared._layout(formats)
+    assert offsets == [0, 64, 192, 196, 200, 208, 216, 224, 232] and size == 236
+    assert struct.calcsize("<" + formats[1]) == 128
+    assert made.data_type is DataType.BFLOAT16

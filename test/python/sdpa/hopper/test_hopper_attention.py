@@ -1,0 +1,203 @@
+"""Hopper attention without its GPU: what is taken and declined, and that it compiles for sm_90."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import tilewright as tw
+from tilewright.engines.hopper import attention
+from tilewright.engines.hopper.attention_spec import read_spec
+from tilewright.launch.tensor_maps import TensorMap
+from tilewright.planning.devices import DeviceProperties
+from tilewright.planning.rows import admit
+from tilewright.planning.table import engine_by_name
+
+DIM = (2, 4, 256, 64)
+
+
+def declare(
+    *,
+    dims: tuple[Any, Any, Any] = (DIM, DIM, DIM),
+    strides: tuple[Any, Any, Any] = (None, None, None),
+    dtype: str = "bfloat16",
+    stats: bool = True,
+    **options: Any,
+) -> Any:
+    graph = tw.Graph(
+        io_data_type=dtype, intermediate_data_type="float32", handle=tw.create_handle("cpu")
+    )
+    q, k, v = (
+        graph.tensor(dim, **({} if stride is None else {"stride": stride}), name=name)
+        for dim, stride, name in zip(dims, strides, "qkv", strict=True)
+    )
+    options = {
+        name: value(graph) if callable(value) and name != "score_mod" else value
+        for name, value in options.items()
+    }
+    out, statistics = graph.sdpa(q, k, v, generate_stats=stats, **{"attn_scale": 0.125, **options})
+    out.set_output(True).set_name("o")
+    if statistics is not None:
+        statistics.set_output(True).set_data_type("float32")
+    graph.validate()
+    return graph
+
+
+def spec_of(**options: Any) -> Any:
+    return read_spec(declare(**options).operations[0])
+
+
+@pytest.mark.L0
+def test_bounds_are_those_of_the_kernels_own_rows() -> None:
+    causal = spec_of(use_causal_mask=True)
+    assert (causal.left, causal.right) == (None, 0)
+    shorter = ((2, 4, 100, 64), DIM, DIM)
+    bottom = spec_of(dims=shorter, use_causal_mask_bottom_right=True, sliding_window_length=40)
+    # Row 0 is row 156 of the keys: it sees keys 117 to 156.
+    assert (bottom.left, bottom.right) == (40 - 156, 156)
+    wide = spec_of(diagonal_band_right_bound=255, sliding_window_length=256)
+    assert (wide.left, wide.right) == (None, None), "bounds that hide nothing are none"
+
+
+LENGTHS = dict.fromkeys(
+    ("seq_len_q", "seq_len_kv"), lambda graph: graph.tensor((2, 1, 1, 1), data_type="int32")
+)
+ODD = (2, 4, 256, 60)
+FAR = (2**40, 256 * 64, 64, 1)
+DECLINES: dict[str, tuple[dict[str, Any], str]] = {
+    "float32": ({"dtype": "float32"}, r"'q' \(q\) has data type FLOAT"),
+    "lengths": ({"use_padding_mask": True, **LENGTHS}, "use_padding_mask"),
+    "bias": (
+        {"bias": lambda graph: graph.tensor((1, 1, 256, 256), name="b")},
+        r"tensor 'b' \(bias\): the Hopper kernels take K?",
+    ),
+    "alibi": ({"use_alibi_mask": True}, "use_alibi_mask"),
+    "score program": ({"score_mod": lambda graph, score: graph.tanh(score)}, "score_mod"),
+    "wide heads": ({"dims": ((2, 4, 256, 320),) * 3}, "head sizes 320 and 320"),
+    "few rows": ({"dims": ((2, 4, 16, 64), DIM, DIM)}, "16 query rows"),
+    "odd heads": ({"dims": (ODD, ODD, ODD)}, "steps by 120 bytes; .* multiples of 16"),
+    "expanded": (
+        {"strides": (None, (0, 256 * 64, 64, 1), None)},
+        r"tensor 'k' \(k\): axis 0 steps by 0 bytes",
+    ),
+    "stepped": (
+        {"strides": (None, None, (4 * 256 * 128, 256 * 128, 128, 2))},
+        r"tensor 'v' \(v\): stride .* needs 1 on the last axis",
+    ),
+    "far": ({"strides": (FAR, None, None)}, "below 2\\*\\*40"),
+    "negative scale": ({"attn_scale": -1.0}, "attn_scale is -1.0"),
+}
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("name", DECLINES)
+def test_a_decline_names_the_tensor_and_the_rule(name: str) -> None:
+    options, reason = DECLINES[name]
+    graph = declare(**options)
+    with pytest.raises(tw.NotSupportedError, match=reason):
+        attention.propose(graph, 132)
+
+
+@pytest.mark.L0
+def test_a_stride_that_is_never_stepped_does_not_count() -> None:
+    # B20, B3: singleton axes may have any stride; the tensor map gets one that the driver takes.
+    dim = (1, 1, 256, 64)
+    graph = declare(dims=(dim, dim, dim), strides=((2**50 + 1, 3, 64, 1), None, None))
+    kernel = attention.plan(graph, (), 132).kernels[0]
+    q_map = kernel.arguments[0]
+    assert isinstance(q_map, TensorMap)
+    assert q_map.dim == dim and q_map.stride == (16, 16, 64, 1)
+
+
+@pytest.mark.L0
+def test_only_sm90_is_admitted() -> None:
+    # G3: a lower bound is not the device.
+    entry = engine_by_name("hopper")
+    assert entry is not None
+    operation = declare().operations[0]
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        reason = admit(entry.rows, operation, DeviceProperties("cuda", 0, "made up", capability))
+        assert (reason is None) == (capability == (9, 0)), (capability, reason)
+    assert admit(entry.rows, operation, DeviceProperties("cpu")) is not None
+
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+import tilewright as tw
+from tilewright.engines.compiled import compiler
+from tilewright.engines.hopper import attention
+
+made = []
+original = triton.compile
+triton.compile = lambda *a, **k: made.append(original(*a, **k)) or made[-1]
+results = []
+for depth, causal in json.loads(sys.argv[1]):
+    graph = tw.Graph(
+        io_data_type="bfloat16", intermediate_data_type="float32", handle=tw.create_handle("cpu")
+    )
+    q, k, v = (graph.tensor((1, 4, 1024, size)) for size in depth)
+    out, stats = graph.sdpa(q, k, v, generate_stats=causal, use_causal_mask=causal)
+    out.set_output(True)
+    if stats is not None:
+        stats.set_output(True).set_data_type("float32")
+    graph.validate()
+    kernel = attention.plan(graph, (), 132).kernels[0]
+    code = compiler.compile_kernel(kernel.spec, (9, 0))
+    names = list(kernel.spec.function.arg_names)
+    given = [name for name, _ in kernel.spec.types]
+    constants = [name for name, _ in kernel.spec.constants]
+    results.append({
+        "threads": code.threads,
+        "shared_bytes": code.shared_bytes,
+        "boxes": [list(a.box) for a in kernel.arguments[:4]],
+        "compiled": [
+            [meta["block_size"], meta["swizzle"], meta["elem_size"]]
+            for meta in made[-1].metadata.tensordesc_meta
+        ],
+        "stack": made[-1].asm["ptx"].count(".local"),
+        "runtime_in_order": given == [n for n in names if n not in constants],
+        "all_named": sorted(given + constants) == sorted(names),
+        "one_argument_each": len(kernel.arguments) == len(given),
+    })
+print(json.dumps(results))
+"""
+
+
+def check_compiled(cases: list[tuple[tuple[int, int, int], bool]]) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    assert len(results) == len(cases)
+    for result in results:
+        assert result["threads"] in (12 * 32, 16 * 32)
+        assert result["shared_bytes"] <= 227 * 1024 and result["stack"] == 0
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
+        swizzle_128_bytes, item_bytes = 3, 2
+        assert result["compiled"] == [
+            [box, swizzle_128_bytes, item_bytes] for box in result["boxes"]
+        ]
+
+
+@pytest.mark.L0
+def test_a_kernel_compiles_for_sm90_and_is_called_as_compiled() -> None:
+    # B18; and the tensor maps move what the compiled copies expect.
+    check_compiled([((128, 128, 128), True)])
+
+
+@pytest.mark.L1
+def test_all_kernels_compile_for_sm90_and_are_called_as_compiled() -> None:
+    cases = [((64,) * 3, True), ((64,) * 3, False), ((128,) * 3, False)]
+    check_compiled([*cases, ((256,) * 3, True), ((256,) * 3, False), ((192, 192, 128), True)])
