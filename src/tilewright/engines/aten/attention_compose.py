@@ -28,7 +28,6 @@ from tilewright.engines.aten.registry import Kernel
 Tensor = torch.Tensor
 Operands = Mapping[str, Tensor]
 Number = float | Tensor
-_LN_2 = math.log(2.0)
 # What rows beyond a sequence's length hold.
 _ROW_OUTPUTS = {"O": 0.0, "Stats": -math.inf, "score_max": -math.inf, "score_sum_exp": 0.0}
 _GRADIENT_SIDES = {"dQ": "rows", "dK": "keys", "dV": "keys"}
@@ -127,7 +126,6 @@ def compose_backward(
     """The composed backward; lengths are read by the host only if ``on_host``."""
     builder = PartBuilder(operation, spec, device, on_host)
     stores = {port: storer(operation.outputs[port]) for port in _GRADIENT_SIDES}
-    log_base = _LN_2 if spec.stats_log2 else 1.0
     sums = {
         port: storer(operation.outputs[port])
         for port in ("dBias", "dSink_token")
@@ -164,8 +162,6 @@ def compose_backward(
             if begin is not None:
                 part = replace(part, scale=part.scale * factor)
             saved = Saved(**{name: views[port] for name, port in recipe.saved.items()})
-            if log_base != 1.0:
-                saved.stats = saved.stats * log_base
             d_bias = totals.get("dBias")
             if d_bias is not None and spec.sequences_differ and on_host:
                 d_bias = one_batch(d_bias, part.first_batch)

@@ -77,14 +77,11 @@ def fused_backward(op: Any, spec: AttentionSpec, device: torch.device) -> Attemp
         return None
     causal, scale, compute = spec.right is not None, spec.scale, spec.compute
     has_bias = spec.has_bias
-    stats_factor = 1.0 / LOG2_E if spec.stats_log2 else 1.0
     stores = [(port, storer(op.outputs[port])) for port in ("dQ", "dK", "dV")]
 
     def attempt(inputs: Operands, outputs: Operands) -> bool:
         q, k, v, o, d_o = (readable(inputs[port], compute) for port in ("q", "k", "v", "o", "dO"))
         stats = inputs["stats"].squeeze(-1)
-        if stats_factor != 1.0:
-            stats = stats * stats_factor
         if has_bias and not is_finite(stats):
             return False
         mask = inputs["bias"].to(compute) if has_bias else None
