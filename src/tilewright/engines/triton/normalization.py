@@ -1,43 +1,31 @@
-"""RMSNorm and LayerNorm in Triton, forward, over the last axis.
+"""Normalization in Triton, forward, of rows that a program holds in registers.
 
-    rmsnorm:    y = x * rsqrt(mean(x^2) + eps) * scale + bias
-    layernorm:  y = (x - mean(x)) * rsqrt(var(x) + eps) * scale + bias
+    rmsnorm:   y = x * rsqrt(mean(x^2) + eps) * scale + bias
+    the rest:  y = (x - mean(x)) * rsqrt(var(x) + eps) * scale + bias
 
-A program takes ROWS whole rows: each is read once, reduced and written once, in float32 (float64
-for float64). Sources: Zhang and Sennrich 2019; Ba, Kiros and Hinton 2016.
+A program takes ROWS whole rows at a time: each is read once, reduced and written once, in float32
+(float64 for float64). Rows are whatever a statistic is over: the last axes of a token (layernorm,
+adalayernorm, rmsnorm), an image's channel (instancenorm), a channel of all images (batchnorm).
+Longer rows are cut; see ``normalization_split``. Sources: Ba, Kiros and Hinton 2016; Ulyanov,
+Vedaldi and Lempitsky 2016; Zhang and Sennrich 2019; Ioffe and Szegedy 2015.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 
-from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.compiled.compiler import KernelSpec
-from tilewright.engines.compiled.planned import (
-    KernelPlan,
-    PlannedKernel,
-    operand,
-    pointer_type,
-    slot_numbers,
-    strides_aligned,
-)
-from tilewright.engines.triton.rows import (
-    Steps,
-    is_packed,
-    only_operation,
-    require_vector,
-    row_steps,
-)
-from tilewright.errors import NotSupportedError
+from tilewright.engines.compiled.planned import KernelPlan, slot_numbers
+from tilewright.engines.triton import normalization_split
+from tilewright.engines.triton.assembling import Assembly
+from tilewright.engines.triton.norm_problem import RUNNING, NormProblem, forward_problem
+from tilewright.engines.triton.norm_tiles import load_affine, place, step_running
+from tilewright.engines.triton.rows import Plane, only_operation
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.graph.operation import Operation
-from tilewright.launch.prepared import Argument, Constant, HostScalar
 
 # A row longer than this does not fit a program's registers.
 MAX_WIDTH = 65536
@@ -53,186 +41,279 @@ def norm_forward(
     y,
     mean_out,
     inverse_out,
+    in_mean,
+    in_var,
+    next_mean,
+    next_var,
     epsilon,
+    momentum,
     rows,
     inner_rows,
+    trips,
     x_outer,
     x_inner,
+    x_jump,
+    x_step,
     y_outer,
     y_inner,
-    x_step,
-    scale_step,
-    bias_step,
+    y_jump,
     y_step,
+    scale_outer,
+    scale_inner,
+    scale_jump,
+    scale_step,
+    bias_outer,
+    bias_inner,
+    bias_jump,
+    bias_step,
+    mean_outer,
+    mean_inner,
+    inverse_outer,
+    inverse_inner,
+    in_mean_inner,
+    in_var_inner,
+    next_mean_inner,
+    next_var_inner,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_LAYER: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    INNER_COLUMNS: tl.constexpr,
+    ROW_AXES: tl.constexpr,
+    COLUMN_AXES: tl.constexpr,
+    AFFINE_ROWS: tl.constexpr,
+    EVICTION: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_STATISTICS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_INVERSE: tl.constexpr,
+    HAS_NEXT_MEAN: tl.constexpr,
+    HAS_NEXT_VAR: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    column = tl.arange(0, BLOCK).to(tl.int64)
-    outer, inner = row // inner_rows, row % inner_rows
-    in_row = (row < rows)[:, None]
-    in_width = (column < WIDTH)[None, :]
-    inside = in_row & in_width
-    x_at = x + (outer * x_outer + inner * x_inner)[:, None] + column[None, :] * x_step
-    values = tl.load(x_at, mask=inside, other=0.0).to(COMPUTE)
-    if IS_LAYER:
-        mean = tl.sum(values, axis=1) / WIDTH
-        values = tl.where(inside, values - mean[:, None], 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / WIDTH + epsilon)
-    factor = tl.load(scale + column * scale_step, mask=column < WIDTH, other=0.0).to(COMPUTE)
-    result = values * inverse[:, None] * factor[None, :]
-    if HAS_BIAS:
-        shift = tl.load(bias + column * bias_step, mask=column < WIDTH, other=0.0).to(COMPUTE)
-        result += shift[None, :]
-    y_at = y + (outer * y_outer + inner * y_inner)[:, None] + column[None, :] * y_step
-    tl.store(y_at, result.to(y.dtype.element_ty), mask=inside)
-    if HAS_STATISTICS:
-        tl.store(inverse_out + row, inverse.to(inverse_out.dtype.element_ty), mask=row < rows)
-        if IS_LAYER:
-            tl.store(mean_out + row, mean.to(mean_out.dtype.element_ty), mask=row < rows)
+    column = tl.arange(0, BLOCK)
+    in_width = column < WIDTH
+    x_column = place(column, INNER_COLUMNS, x_jump, x_step, COLUMN_AXES)
+    y_column = place(column, INNER_COLUMNS, y_jump, y_step, COLUMN_AXES)
+    # Scale and bias that do not vary along an axis are loaded for one place on it.
+    affine_column = column if BY_COLUMN else tl.arange(0, 1)
+    in_affine = in_width if BY_COLUMN else tl.arange(0, 1) < 1
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & in_width[None, :]
+    x_row = place(row, inner_rows, x_outer, x_inner, ROW_AXES)
+    x_at = x + x_row[:, None] + x_column[None, :]
+    raw = tl.load(x_at, mask=inside, other=0.0, eviction_policy=EVICTION)
+    if AFFINE_ROWS == 0:
+        # One row of scale for all that the program walks.
+        factor = load_affine(
+            scale,
+            tl.arange(0, 1),
+            affine_column,
+            in_affine[None, :],
+            inner_rows,
+            scale_outer,
+            scale_inner,
+            scale_jump,
+            scale_step,
+            INNER_COLUMNS,
+            ROW_AXES,
+            COLUMN_AXES,
+        )
+        if HAS_BIAS:
+            shift = load_affine(
+                bias,
+                tl.arange(0, 1),
+                affine_column,
+                in_affine[None, :],
+                inner_rows,
+                bias_outer,
+                bias_inner,
+                bias_jump,
+                bias_step,
+                INNER_COLUMNS,
+                ROW_AXES,
+                COLUMN_AXES,
+            )
+    for _ in range(trips):
+        # The next rows are on their way while these are reduced and written.
+        following = first + PROGRAMS * ROWS
+        following_row = following + tl.arange(0, ROWS)
+        following_inside = (following_row < rows)[:, None] & in_width[None, :]
+        x_row = place(following_row, inner_rows, x_outer, x_inner, ROW_AXES)
+        following_raw = raw
+        if PROGRAMS:
+            x_at = x + x_row[:, None] + x_column[None, :]
+            following_raw = tl.load(
+                x_at, mask=following_inside, other=0.0, eviction_policy=EVICTION
+            )
+        values = raw.to(COMPUTE)
+        if IS_CENTRED:
+            mean = tl.sum(values, axis=1) / WIDTH
+            values = tl.where(inside, values - mean[:, None], 0.0)
+        squares = tl.sum(values * values, axis=1)
+        inverse = 1.0 / tl.sqrt(squares / WIDTH + epsilon)
+        if AFFINE_ROWS:
+            # One row of scale for each of the tile's rows, or one for all of them.
+            affine_row = row if AFFINE_ROWS == 2 else first + tl.arange(0, 1)
+            in_tile = (affine_row < rows)[:, None] & in_affine[None, :]
+            factor = load_affine(
+                scale,
+                affine_row,
+                affine_column,
+                in_tile,
+                inner_rows,
+                scale_outer,
+                scale_inner,
+                scale_jump,
+                scale_step,
+                INNER_COLUMNS,
+                ROW_AXES,
+                COLUMN_AXES,
+            )
+            if HAS_BIAS:
+                shift = load_affine(
+                    bias,
+                    affine_row,
+                    affine_column,
+                    in_tile,
+                    inner_rows,
+                    bias_outer,
+                    bias_inner,
+                    bias_jump,
+                    bias_step,
+                    INNER_COLUMNS,
+                    ROW_AXES,
+                    COLUMN_AXES,
+                )
+        result = values * inverse[:, None] * factor.to(COMPUTE)
+        if HAS_BIAS:
+            result += shift.to(COMPUTE)
+        y_row = place(row, inner_rows, y_outer, y_inner, ROW_AXES)
+        y_at = y + y_row[:, None] + y_column[None, :]
+        tl.store(y_at, result.to(y.dtype.element_ty), mask=inside)
+        if HAS_INVERSE:
+            at = place(row, inner_rows, inverse_outer, inverse_inner, ROW_AXES)
+            tl.store(inverse_out + at, inverse.to(inverse_out.dtype.element_ty), mask=row < rows)
+        if HAS_MEAN:
+            at = place(row, inner_rows, mean_outer, mean_inner, ROW_AXES)
+            tl.store(mean_out + at, mean.to(mean_out.dtype.element_ty), mask=row < rows)
+        if HAS_NEXT_MEAN:
+            old, new = in_mean + row * in_mean_inner, next_mean + row * next_mean_inner
+            step_running(old, new, mean, momentum, row < rows, COMPUTE)
+        if HAS_NEXT_VAR:
+            old, new = in_var + row * in_var_inner, next_var + row * next_var_inner
+            unbiased = squares / (WIDTH - 1 if WIDTH > 1 else 1)
+            step_running(old, new, unbiased, momentum, row < rows, COMPUTE)
+        raw = following_raw
+        first = following
+        row = following_row
+        inside = following_inside
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """ROWS rows a program, ``warps`` warps."""
+    """``rows`` rows a tile, ``warps`` warps, ``programs`` a multiprocessor that walk (0: none)."""
 
     rows: int
     warps: int
+    programs: int = 0
+    eviction: str = ""
 
 
-def choose_config(width: int) -> NormConfig:
+def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
     """Short rows share a program; a long row takes up to 16 warps."""
     block = triton.next_power_of_2(width)
+    if is_row_contiguous:
+        # Neighbours in memory are of different rows: a tile takes 32 of them where they fit.
+        rows = max(1, min(32, 16 * _ELEMENTS_A_WARP // block))
+        return NormConfig(rows, max(1, min(16, rows * block // _ELEMENTS_A_WARP)))
     warps = max(1, min(16, block // _ELEMENTS_A_WARP))
     rows = max(1, min(8, 4 * _ELEMENTS_A_WARP // block))
     return NormConfig(rows, max(warps, min(4, rows * block // _ELEMENTS_A_WARP)))
 
 
+def config_of(problem: NormProblem) -> NormConfig:
+    """The config of a problem whose rows fit a program."""
+    steps = problem.plane.steps["x"]
+    is_row_contiguous = steps.column_inner != 1 and steps.row_inner == 1
+    return choose_config(problem.plane.columns, is_row_contiguous=is_row_contiguous)
+
+
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
-    """One proposal, with the warps as a knob; declines what the kernel cannot address."""
-    operation = only_operation(graph, "norms")
-    _check(operation)
-    config = choose_config(operation.inputs["input"].dim[-1])
+    """One proposal, with the warps as a knob; declines what the kernels cannot address."""
+    problem = forward_problem(only_operation(graph, "norms"))
+    if 0 in (problem.plane.rows, problem.plane.columns):
+        problem.empty_plan()
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
-    return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
+    if is_split(problem, sm_count):
+        return [Proposal((), 1.0, notes)]
+    return [Proposal(((knob_type.WARPS, config_of(problem).warps),), 1.0, notes)]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
-    """One kernel; aligned rows get wide loads, with a general plan behind them."""
-    operation = only_operation(graph, "norms")
+    """One kernel where rows fit a program, else three; wide loads where pointers are aligned."""
+    problem = forward_problem(only_operation(graph, "norms"))
     slots = slot_numbers(graph)
-    warps = dict(knobs).get(knob_type.WARPS)
-    general = _plan(operation, slots, warps, is_aligned=False)
-    checked = [operation.inputs["input"], operation.outputs["Y"]]
-    vectors = [operation.inputs["scale"]]
-    vectors += [operation.inputs["bias"]] if "bias" in operation.inputs else []
-    rank = checked[0].rank
-    if not all(strides_aligned(tensor, tuple(range(rank - 1))) for tensor in checked):
-        return general
-    aligned = _plan(operation, slots, warps, is_aligned=True)
-    return KernelPlan(
-        aligned.kernels,
-        needs_aligned=tuple(slots[tensor.uid] for tensor in (*checked, *vectors)),
-        fallback=general,
-    )
+    if _has_given_statistics(problem):
+        return normalization_split.apply_plan(problem, slots, sm_count)
+    if is_split(problem, sm_count):
+        return normalization_split.plan(problem, slots, sm_count)
+    config = config_of(problem)
+    warps = dict(knobs).get(knob_type.WARPS, config.warps)
+    chosen = replace(config, warps=warps)
+    general = row_plan(problem, Assembly(slots), chosen, sm_count)
+    aligned = row_plan(problem, Assembly(slots, is_aligned=True), chosen, sm_count)
+    return problem.with_fallback(aligned, general, slots)
 
 
-def _plan(
-    operation: Operation, slots: Mapping[int, int], warps: int | None, *, is_aligned: bool
+def is_split(problem: NormProblem, sm_count: int) -> bool:
+    """True if rows are cut: too long for registers, or long and too few to keep a device busy."""
+    columns = problem.plane.columns
+    if columns > MAX_WIDTH or _has_given_statistics(problem):
+        return True
+    return columns > normalization_split.MIN_COLUMNS and problem.plane.rows < 2 * sm_count
+
+
+def _has_given_statistics(problem: NormProblem) -> bool:
+    return problem.operation.kind == "batchnorm_inference"
+
+
+def row_plan(
+    problem: NormProblem, assembly: Assembly, config: NormConfig, sm_count: int
 ) -> KernelPlan:
-    x, y = operation.inputs["input"], operation.outputs["Y"]
-    scale, bias = operation.inputs["scale"], operation.inputs.get("bias")
-    inverse, mean = operation.outputs.get("inv_variance"), operation.outputs.get("mean")
-    width = x.dim[-1]
-    config = choose_config(width)
-    rows, inner, (x_steps, y_steps) = _check(operation)
-    has_statistics = inverse is not None and not inverse.is_virtual
-    is_layer = operation.kind == "layernorm"
-    compute = tl.float64 if x.data_type is DataType.DOUBLE else tl.float32
-    # Absent operands keep their place; y stands in, and the kernel does not look at it.
-    pointers = {
-        "x": x,
-        "scale": scale,
-        "bias": bias or y,
-        "y": y,
-        "mean_out": mean if mean is not None and has_statistics else y,
-        "inverse_out": inverse if inverse is not None and has_statistics else y,
-    }
-    integers = {
-        "rows": rows,
-        "inner_rows": inner,
-        "x_outer": x_steps[0],
-        "x_inner": x_steps[1],
-        "y_outer": y_steps[0],
-        "y_inner": y_steps[1],
-        "x_step": x.stride[-1],
-        "scale_step": scale.stride[-1],
-        "bias_step": 1 if bias is None else bias.stride[-1],
-        "y_step": y.stride[-1],
-    }
-    # A step of 1 is a constant: only then can neighbouring elements be loaded together.
-    units = {name: 1 for name, value in integers.items() if name.endswith("_step") and value == 1}
-    types = [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
-    types.append(("epsilon", "fp64" if compute == tl.float64 else "fp32"))
-    types += [(name, "i64") for name in integers if name not in units]
-    arguments: list[Argument] = [operand(slots, tensor) for tensor in pointers.values()]
-    arguments.append(_epsilon(operation, slots))
-    arguments += [Constant(value) for name, value in integers.items() if name not in units]
-    aligned = set()
-    if is_aligned:
-        aligned = {"x", "y", "scale", "bias"}
-        aligned |= {
-            name
-            for name, value in integers.items()
-            if name.endswith(("_outer", "_inner")) and value % 16 == 0
-        }
-    spec = KernelSpec(
+    """The plan of one kernel."""
+    grounds: Plane = problem.plane
+    if 0 in (grounds.rows, grounds.columns):
+        return problem.empty_plan()
+    problem.operands(assembly, ("x", "scale", "bias", "y", "mean", "inverse", *RUNNING))
+    tiles = triton.cdiv(grounds.rows, config.rows)
+    programs = min(tiles, config.programs * sm_count) if config.programs else tiles
+    assembly.integer("rows", grounds.rows)
+    assembly.integer("inner_rows", grounds.inner_rows)
+    assembly.integer("trips", triton.cdiv(tiles, programs))
+    affine = [grounds.steps[name] for name in ("scale", "bias") if name in problem.tensors]
+    if config.programs and not any(steps.varies_by_row for steps in affine):
+        affine_rows = 0
+    else:
+        # Rows of a tile that lie within one of the outer axis share what varies along that only.
+        is_shared = grounds.inner_rows % config.rows == 0 and not any(s.row_inner for s in affine)
+        affine_rows = 1 if is_shared or config.rows == 1 else 2
+    kernel = assembly.kernel(
         norm_forward,
-        tuple(types),
-        (
-            *units.items(),
-            ("WIDTH", width),
-            ("BLOCK", triton.next_power_of_2(width)),
-            ("ROWS", config.rows),
-            ("IS_LAYER", is_layer),
-            ("HAS_BIAS", bias is not None),
-            ("HAS_STATISTICS", has_statistics),
-            ("COMPUTE", compute),
-        ),
-        frozenset(aligned),
-        config.warps if warps is None else warps,
+        (programs, 1, 1),
+        config.warps,
+        WIDTH=grounds.columns,
+        BLOCK=triton.next_power_of_2(grounds.columns),
+        ROWS=config.rows,
+        PROGRAMS=programs if programs != tiles else 0,
+        INNER_COLUMNS=grounds.inner_columns,
+        ROW_AXES=grounds.row_axes,
+        COLUMN_AXES=grounds.column_axes,
+        AFFINE_ROWS=affine_rows,
+        EVICTION=config.eviction,
+        BY_COLUMN=any(steps.varies_by_column for steps in affine),
+        **problem.flags(),
     )
-    grid = (triton.cdiv(rows, config.rows), 1, 1)
-    return KernelPlan((PlannedKernel(spec, grid, tuple(arguments)),) if rows else ())
-
-
-def _epsilon(operation: Operation, slots: Mapping[int, int]) -> Argument:
-    tensor = operation.inputs["epsilon"]
-    if not tensor.is_pass_by_value:
-        raise NotSupportedError(
-            f"tensor {tensor.label()} (epsilon) is on the device; expected it passed by value"
-        )
-    return HostScalar(slots[tensor.uid], None if tensor.value is None else float(tensor.value))
-
-
-def _check(operation: Operation) -> tuple[int, int, tuple[Steps, ...]]:
-    """Rows and steps of x and y, once everything is known to be addressable.
-
-    Raises:
-        NotSupportedError: naming the tensor and the rule.
-    """
-    x, y, scale = operation.inputs["input"], operation.outputs["Y"], operation.inputs["scale"]
-    require_vector(scale, x, "scale", MAX_WIDTH)
-    for name in ("mean", "inv_variance"):
-        tensor = operation.outputs.get(name)
-        if tensor is not None and not tensor.is_virtual and not is_packed(tensor):
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({name}) has stride {tensor.stride}; the kernel writes "
-                "statistics packed"
-            )
-    return row_steps((x, y))
+    return KernelPlan((kernel,))

@@ -1,18 +1,100 @@
-"""How row kernels address operands: rows along at most two axes, elements along the last.
+"""How kernels over rows and columns address operands: each along at most two axes.
 
-Shared by every kernel that works on whole rows of the last axis. Pure; needs no Triton.
+A row is what a statistic is over; its elements are the columns. Axes that every operand steps
+alike are joined, and what remains may be one or two axes of rows and one or two of columns.
+Pure; needs no Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
 
-Steps = tuple[int, int]
+MAX_AXES = 2
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Elements from a row, and from a column, to the next one of the outer and the inner axis."""
+
+    row_outer: int
+    row_inner: int
+    column_outer: int
+    column_inner: int
+
+    @property
+    def varies_by_row(self) -> bool:
+        """True if some row has other elements than the first."""
+        return bool(self.row_outer or self.row_inner)
+
+    @property
+    def varies_by_column(self) -> bool:
+        """True if some column has another element than the first."""
+        return bool(self.column_outer or self.column_inner)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Rows and columns of a shape, and every operand's steps through them.
+
+    Row r is at ``r // inner_rows * row_outer + r % inner_rows * row_inner``; columns likewise.
+    With one axis the inner extent is all there is.
+    """
+
+    rows: int
+    columns: int
+    inner_rows: int
+    inner_columns: int
+    row_axes: int
+    column_axes: int
+    steps: Mapping[str, Steps]
+
+
+def plane(
+    tensors: Mapping[str, Tensor],
+    dim: Sequence[int],
+    columns: Sequence[int],
+    *,
+    in_declared_order: bool = False,
+) -> Plane:
+    """The plane of a shape ``dim`` whose axes ``columns`` are the normalized ones.
+
+    An operand may have extent 1 where the shape has more: it is then the same all along. Rows go
+    as the first tensor lies in memory, or ``in_declared_order``.
+
+    Raises:
+        NotSupportedError: if rows or columns need more than two axes, or a tensor does not fit.
+    """
+    for name, tensor in tensors.items():
+        fits = tensor.rank == len(dim) and all(
+            have in (1, want) for have, want in zip(tensor.dim, dim, strict=True)
+        )
+        if not fits:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({name}) has dim {tensor.dim}; the kernel takes 1 or "
+                f"the extent of {tuple(dim)} on each axis"
+            )
+    row_axes = [axis for axis in range(len(dim)) if axis not in set(columns)]
+    rows = _joined(tensors, dim, row_axes, "rows", in_declared_order)
+    across = _joined(tensors, dim, list(columns), "columns", False)
+    steps = {
+        name: Steps(rows[0][1][number], rows[1][1][number], across[0][1][number], last)
+        for number, (name, last) in enumerate(zip(tensors, across[1][1], strict=True))
+    }
+    return Plane(
+        rows[0][0] * rows[1][0],
+        across[0][0] * across[1][0],
+        max(rows[1][0], 1),
+        max(across[1][0], 1),
+        2 if rows[0][0] != 1 else 1,
+        2 if across[0][0] != 1 else 1,
+        steps,
+    )
 
 
 def only_operation(graph: DeclaredGraph, family: str) -> Operation:
@@ -29,46 +111,6 @@ def only_operation(graph: DeclaredGraph, family: str) -> Operation:
     return graph.operations[0]
 
 
-def require_vector(vector: Tensor, x: Tensor, name: str, max_width: int) -> None:
-    """Require that ``vector`` spans the last axis of ``x`` alone, of at most ``max_width``.
-
-    Raises:
-        NotSupportedError: naming the tensor and the rule.
-    """
-    width = x.dim[-1]
-    if vector.dim[-1] != width or any(extent != 1 for extent in vector.dim[:-1]):
-        raise NotSupportedError(
-            f"tensor {vector.label()} ({name}) has dim {vector.dim}; the kernel normalizes the "
-            f"last axis of {x.dim} alone"
-        )
-    if not 1 <= width <= max_width:
-        raise NotSupportedError(
-            f"tensor {x.label()} (input) has {width} elements a row; the kernel takes 1 to "
-            f"{max_width}"
-        )
-
-
-def row_steps(tensors: Sequence[Tensor]) -> tuple[int, int, tuple[Steps, ...]]:
-    """(rows, inner rows, (outer step, inner step) of each tensor), steps in elements.
-
-    Row r is at ``r // inner * outer_step + r % inner * inner_step``.
-
-    Raises:
-        NotSupportedError: if the leading axes need more than two steps.
-    """
-    axes = _merged_axes(tensors)
-    if len(axes) > 2:
-        first = tensors[0]
-        raise NotSupportedError(
-            f"tensor {first.label()} has stride {first.stride} over dim {first.dim}; the kernel "
-            "steps rows along at most two axes"
-        )
-    none = (1, tuple(0 for _ in tensors))
-    (outer, outer_steps), (inner, inner_steps) = [none] * (2 - len(axes)) + axes
-    steps = tuple(zip(outer_steps, inner_steps, strict=True))
-    return outer * inner, max(inner, 1), steps
-
-
 def is_packed(tensor: Tensor) -> bool:
     """True if the elements follow one another in declared order; singleton strides do not count."""
     step = 1
@@ -79,15 +121,38 @@ def is_packed(tensor: Tensor) -> bool:
     return True
 
 
-def _merged_axes(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """(extent, step of each tensor) of the leading axes, neighbours joined where all allow it."""
-    merged: list[tuple[int, tuple[int, ...]]] = []
-    for axis, extent in enumerate(tensors[0].dim[:-1]):
+_Axis = tuple[int, tuple[int, ...]]
+
+
+def _joined(
+    tensors: Mapping[str, Tensor],
+    dim: Sequence[int],
+    axes: Sequence[int],
+    what: str,
+    in_declared_order: bool,
+) -> list[_Axis]:
+    """(extent, step of each tensor) of the outer and the inner axis; an absent one has extent 1.
+
+    By the first tensor's strides, what lies together in memory is joined in whatever order it was
+    declared.
+    """
+    first = next(iter(tensors.values()))
+    merged: list[_Axis] = []
+    if not in_declared_order:
+        axes = sorted(axes, key=lambda axis: -abs(first.stride[axis]))
+    for axis in axes:
+        extent = dim[axis]
         if extent == 1:
             continue
-        steps = tuple(tensor.stride[axis] for tensor in tensors)
+        steps = tuple(t.stride[axis] if t.dim[axis] != 1 else 0 for t in tensors.values())
         if merged and merged[-1][1] == tuple(step * extent for step in steps):
             merged[-1] = (merged[-1][0] * extent, steps)
         else:
             merged.append((extent, steps))
-    return merged
+    if len(merged) > MAX_AXES:
+        raise NotSupportedError(
+            f"tensor {first.label()} has stride {first.stride} over dim {first.dim}; the kernel "
+            f"steps {what} along at most two axes"
+        )
+    none = (1, tuple(0 for _ in tensors))
+    return [none] * (MAX_AXES - len(merged)) + merged

@@ -1,0 +1,124 @@
+"""Every normalization kernel compiles for four targets, with no GPU, in one child process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import json
+import sys
+import torch
+import tilewright as tw
+from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
+from tilewright.engines.triton import group_backward, normalization, normalization_backward
+
+SM_COUNT = 4
+training = tw.norm_forward_phase.TRAINING
+
+
+def forward(kind, dim, scale_dim, dtype):
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+    x, scale, bias = graph.tensor(dim), graph.tensor(scale_dim), graph.tensor(scale_dim)
+    if kind == "batchnorm":
+        old = [graph.tensor(scale_dim, data_type="float32") for _ in range(2)]
+        return graph, graph.batchnorm(x, scale, bias, *old, 1e-3, 0.1)
+    if kind == "batchnorm_inference":
+        mean, inverse = (graph.tensor(scale_dim, data_type="float32") for _ in range(2))
+        return graph, [graph.batchnorm_inference(x, mean, inverse, scale, bias)]
+    made = getattr(graph, kind)(training, x, scale, bias, graph.tensor_scalar(1e-5))
+    return graph, made
+
+
+def backward(kind, dim, scale_dim, statistics_dim, dtype):
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+    grad, x, scale = graph.tensor(dim), graph.tensor(dim), graph.tensor(scale_dim)
+    mean, inverse = (graph.tensor(statistics_dim, data_type="float32") for _ in range(2))
+    if kind == "rmsnorm":
+        return graph, graph.rmsnorm_backward(grad, x, scale, inverse, True)
+    return graph, getattr(graph, f"{kind}_backward")(grad, x, scale, mean, inverse)
+
+
+image, channel = (2, 8, 128, 128), (1, 8, 1, 1)
+cases = [
+    (normalization, forward("layernorm", (8, 1024), (1, 1024), "bfloat16")),
+    (normalization, forward("rmsnorm", (8, 1024), (1, 1024), "float32")),
+    (normalization, forward("adalayernorm", (2, 8, 256), (2, 1, 256), "bfloat16")),
+    (normalization, forward("instancenorm", (2, 8, 4, 8), channel, "bfloat16")),
+    (normalization, forward("batchnorm", (2, 8, 4, 8), channel, "float16")),
+    (normalization, forward("batchnorm", (1, 7, 8192), (1, 7, 1), "bfloat16")),
+    (normalization, forward("batchnorm_inference", image, channel, "bfloat16")),
+    (normalization_backward, backward("layernorm", (8, 1024), (1, 1024), (8, 1), "bfloat16")),
+    (normalization_backward, backward("rmsnorm", (8, 16384), (1, 16384), (8, 1), "float32")),
+    (normalization_backward, backward("adalayernorm", (2, 8, 64), (2, 1, 64), (2, 8, 1), "half")),
+    (group_backward, backward("instancenorm", (2, 8, 4, 8), channel, (2, 8, 1, 1), "bfloat16")),
+    (group_backward, backward("batchnorm", image, channel, channel, "bfloat16")),
+]
+results = []
+for module, (graph, made) in cases:
+    for tensor in made:
+        tensor.set_output(True)
+    graph.validate()
+    chosen = module.plan(graph, (), SM_COUNT)
+    # The general kernels differ in what the compiler knows of addresses: one target of each.
+    plans = [(chosen, TARGETS), (chosen.fallback, TARGETS[1:2])]
+    for plan, targets in plans if "all" in sys.argv else plans[:1]:
+        for kernel in plan.kernels:
+            if "all" not in sys.argv and kernel.spec.name in {r["kernel"] for r in results}:
+                continue
+            names = list(kernel.spec.function.arg_names)
+            given = [name for name, _ in kernel.spec.types]
+            constants = [name for name, _ in kernel.spec.constants]
+            for target in targets:
+                code = compile_kernel(kernel.spec, target)
+                results.append({
+                    "kernel": kernel.spec.name,
+                    "target": target,
+                    "bytes": len(code.image),
+                    "threads": code.threads,
+                    "runtime_in_order": given == [n for n in names if n not in constants],
+                    "all_named": sorted(given + constants) == sorted(names),
+                    "one_argument_each": len(kernel.arguments) == len(given),
+                })
+print(json.dumps(results))
+"""
+
+KERNELS = {
+    "norm_forward",
+    "norm_parts",
+    "norm_join",
+    "norm_apply",
+    "norm_backward",
+    "norm_backward_shares",
+    "sum_shares",
+    "group_backward",
+    "group_parts",
+    "group_sums",
+    "group_dx",
+}
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("each", marks=pytest.mark.L0),
+        pytest.param("all", marks=pytest.mark.L1),
+    ],
+)
+def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled(which: str) -> None:
+    # B18: compile-time parameters are no run-time ones, and the call site has one of each.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE, which], capture_output=True, text=True, env=environment
+    )
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    found = {(result["kernel"], tuple(result["target"])) for result in results}
+    assert found == {(name, t) for name in KERNELS for t in ((8, 0), (9, 0), (10, 0), (12, 0))}
+    for result in results:
+        assert result["bytes"] > 1000 and result["threads"] % 32 == 0
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
