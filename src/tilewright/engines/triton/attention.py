@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
-from tilewright.engines.triton.attention_addresses import sequence_length, sequence_start
+from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
     steps_in_vectors,
@@ -22,7 +22,8 @@ from tilewright.engines.triton.attention_arguments import (
 )
 from tilewright.engines.triton.attention_config import ForwardConfig, choose_config, pieces
 from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
-from tilewright.engines.triton.attention_masks import LN_2, LOG2_E, alibi_slope, key_bounds
+from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
+from tilewright.engines.triton.attention_output import join_sink, row_offsets, store_rows
 from tilewright.engines.triton.attention_spec import AttentionSpec, alibi_split, read_spec
 from tilewright.engines.triton.rows import only_operation
 from tilewright.graph.enums import behavior_note
@@ -30,16 +31,6 @@ from tilewright.graph.graph import DeclaredGraph
 
 STATISTICS = ("Stats", "score_max", "score_sum_exp")
 _SHORT = {"Stats": "stats", "score_max": "smax", "score_sum_exp": "ssum"}
-
-
-@triton.jit
-def _row_offsets(
-    row, offsets, batch, head, offset_step, multiplier, batch_step, head_step, row_step,
-    IS_RAGGED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Elements from an operand's first to the rows of a (batch, head), int64."""
-    start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, IS_RAGGED)
-    return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT
 
 
 @triton.jit
@@ -104,10 +95,9 @@ def attention_forward(
     if BOTTOM_RIGHT:
         shift = count_kv - count_q
 
-    q_at = _row_offsets(
-        row, q_offsets, batch, head, q_offset_step, q_multiplier, q_batch, q_head, q_row,
-        q_offsets is not None, UNIT,
-    )  # fmt: skip
+    q_at = row_offsets(
+        row, q_offsets, batch, head, q_offset_step, q_multiplier, q_batch, q_head, q_row, UNIT
+    )
     query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
     query_2 = query
     if D_BLOCK_2 > 0:
@@ -118,13 +108,13 @@ def attention_forward(
         k_pages = k_table + batch.to(tl.int64) * k_table_batch
         v_pages = v_table + batch.to(tl.int64) * v_table_batch
     else:
-        k_at = k + _row_offsets(
-            shift * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch, k_head, 0,
-            k_offsets is not None, UNIT,
+        k_at = k + row_offsets(
+            tile * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch,
+            k_head, 0, UNIT,
         )  # fmt: skip
-        v_at = v + _row_offsets(
-            shift * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch, v_head, 0,
-            v_offsets is not None, UNIT,
+        v_at = v + row_offsets(
+            tile * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch,
+            v_head, 0, UNIT,
         )  # fmt: skip
         k_pages, v_pages = None, None
 
@@ -195,72 +185,22 @@ def attention_forward(
             )  # fmt: skip
 
     if sink is not None:
-        level = tl.load(sink + head.to(tl.int64) * sink_head).to(tl.float32) * LOG2_E
-        new_top = tl.maximum(top, level)
-        safe = tl.where(new_top == -float("inf"), 0.0, new_top)
-        fade = tl.exp2(top - safe)
-        total = total * fade + tl.exp2(level - safe)
-        acc = acc * fade[:, None]
-        if DV_BLOCK_2 > 0:
-            acc_2 = acc_2 * fade[:, None]
-        top = new_top
-    # Rows beyond the length have no sink either.
-    total = tl.where(in_rows, total, 0.0)
-    is_empty = total == 0.0
-    weight = 1.0 / tl.where(is_empty, 1.0, total)
+        level = tl.load(sink + head.to(tl.int64) * sink_head)
+        acc, acc_2, total, top = join_sink(acc, acc_2, total, top, level, DV_BLOCK_2 > 0)
+    weight = 1.0
     if has_philox:
-        weight = weight * KEEP_SCALE
+        weight = KEEP_SCALE
     if has_drop_mask:
-        weight = weight * scalar_value(drop_scale).to(tl.float32)
-    acc = tl.where(in_rows[:, None], acc * weight[:, None], 0.0)
-    in_declared = row < rows
-    in_o = in_rows if o_offsets is not None else in_declared
-    o_at = _row_offsets(
-        row, o_offsets, batch, head, o_offset_step, o_multiplier, o_batch, o_head, o_row,
-        o_offsets is not None, O_UNIT,
+        weight = scalar_value(drop_scale).to(tl.float32)
+    store_rows(
+        acc, acc_2, total, top, weight, batch, head, row, in_rows, row < rows,
+        o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+        o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+        smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
+        o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+        o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+        DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2,
     )  # fmt: skip
-    store_piece(o, o_at, in_o, o_col, acc, 0, DV_BLOCK, DV)
-    if DV_BLOCK_2 > 0:
-        acc_2 = tl.where(in_rows[:, None], acc_2 * weight[:, None], 0.0)
-        store_piece(o, o_at, in_o, o_col, acc_2, DV_BLOCK, DV_BLOCK_2, DV)
-    top = tl.where(is_empty, -float("inf"), top)
-    if stats is not None:
-        at = _row_offsets(
-            row, stats_offsets, batch, head, stats_offset_step, stats_multiplier,
-            stats_batch, stats_head, stats_row, stats_offsets is not None, 1,
-        )  # fmt: skip
-        value = top + tl.log2(tl.where(is_empty, 1.0, total))
-        if not STATS_LOG2:
-            value = value * LN_2
-        in_stats = in_rows if stats_offsets is not None else in_declared
-        tl.store(stats + at, value.to(stats.dtype.element_ty), mask=in_stats)
-    if smax is not None:
-        at = _row_offsets(
-            row, smax_offsets, batch, head, smax_offset_step, smax_multiplier,
-            smax_batch, smax_head, smax_row, smax_offsets is not None, 1,
-        )  # fmt: skip
-        in_smax = in_rows if smax_offsets is not None else in_declared
-        tl.store(smax + at, (top * LN_2).to(smax.dtype.element_ty), mask=in_smax)
-    if ssum is not None:
-        at = _row_offsets(
-            row, ssum_offsets, batch, head, ssum_offset_step, ssum_multiplier,
-            ssum_batch, ssum_head, ssum_row, ssum_offsets is not None, 1,
-        )  # fmt: skip
-        in_ssum = in_rows if ssum_offsets is not None else in_declared
-        tl.store(ssum + at, total.to(ssum.dtype.element_ty), mask=in_ssum)
-
-
-@triton.jit
-def store_piece(
-    at, token, inside, step, values, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
-):
-    """Store (tokens, BLOCK) values as elements FIRST .. FIRST + BLOCK, up to SIZE."""
-    along = FIRST + tl.arange(0, BLOCK)
-    pointers = at + token[:, None] + (along * step)[None, :]
-    mask = inside[:, None]
-    if FIRST + BLOCK > SIZE:
-        mask = mask & (along < SIZE)[None, :]
-    tl.store(pointers, values.to(at.dtype.element_ty), mask=mask)
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:

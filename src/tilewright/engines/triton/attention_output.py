@@ -1,0 +1,102 @@
+"""The end of attention forward: from sums to O and the statistics, shared by its kernels."""
+
+import triton
+import triton.language as tl
+
+from tilewright.engines.triton.attention_addresses import sequence_start
+from tilewright.engines.triton.attention_masks import LN_2, LOG2_E
+
+
+@triton.jit
+def row_offsets(
+    row, offsets, batch, head, offset_step, multiplier, batch_step, head_step, row_step,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Elements from an operand's first to rows of (batch, head), int64; steps in UNIT elements."""
+    start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, offsets is not None)
+    return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT
+
+
+@triton.jit
+def store_piece(
+    at, token, inside, step, values, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
+):
+    """Store (tokens, BLOCK) values as elements FIRST .. FIRST + BLOCK, up to SIZE."""
+    along = FIRST + tl.arange(0, BLOCK)
+    pointers = at + token[:, None] + (along * step)[None, :]
+    mask = inside[:, None]
+    if FIRST + BLOCK > SIZE:
+        mask = mask & (along < SIZE)[None, :]
+    tl.store(pointers, values.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def join_sink(acc, acc_2, total, top, sink, HAS_SECOND: tl.constexpr):
+    """The sums with a sink among the scores: it has a weight and no value."""
+    level = sink.to(tl.float32) * LOG2_E
+    new_top = tl.maximum(top, level)
+    safe = tl.where(new_top == -float("inf"), 0.0, new_top)
+    fade = tl.exp2(top - safe)
+    total = total * fade + tl.exp2(level - safe)
+    acc = acc * fade[:, None]
+    if HAS_SECOND:
+        acc_2 = acc_2 * fade[:, None]
+    return acc, acc_2, total, new_top
+
+
+@triton.jit
+def store_rows(
+    acc, acc_2, total, top, factor, batch, head, row, in_rows, in_declared,
+    o, stats, smax, ssum,
+    o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+    o_batch, o_head, o_row, o_col,
+    stats_batch, stats_head, stats_row,
+    smax_batch, smax_head, smax_row,
+    ssum_batch, ssum_head, ssum_row,
+    o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+    o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+    DV: tl.constexpr, DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr, O_UNIT: tl.constexpr,
+    STATS_LOG2: tl.constexpr,
+):  # fmt: skip
+    """O = acc / total * factor and the statistics of rows (``head`` a scalar or one a row).
+
+    Rows that are not ``in_rows`` are beyond the length: they are 0 and -inf where the output is
+    dense, and have no place where it is ragged. A row whose total is 0 sees nothing.
+    """
+    total = tl.where(in_rows, total, 0.0)
+    is_empty = total == 0.0
+    weight = factor / tl.where(is_empty, 1.0, total)
+    in_o = in_rows if o_offsets is not None else in_declared
+    o_at = row_offsets(
+        row, o_offsets, batch, head, o_offset_step, o_multiplier, o_batch, o_head, o_row, O_UNIT
+    )
+    acc = tl.where(in_rows[:, None], acc * weight[:, None], 0.0)
+    store_piece(o, o_at, in_o, o_col, acc, 0, DV_BLOCK, DV)
+    if DV_BLOCK_2 > 0:
+        acc_2 = tl.where(in_rows[:, None], acc_2 * weight[:, None], 0.0)
+        store_piece(o, o_at, in_o, o_col, acc_2, DV_BLOCK, DV_BLOCK_2, DV)
+    top = tl.where(is_empty, -float("inf"), top)
+    if stats is not None:
+        value = top + tl.log2(tl.where(is_empty, 1.0, total))
+        if not STATS_LOG2:
+            value = value * LN_2
+        at = row_offsets(
+            row, stats_offsets, batch, head, stats_offset_step, stats_multiplier,
+            stats_batch, stats_head, stats_row, 1,
+        )  # fmt: skip
+        in_stats = in_rows if stats_offsets is not None else in_declared
+        tl.store(stats + at, value.to(stats.dtype.element_ty), mask=in_stats)
+    if smax is not None:
+        at = row_offsets(
+            row, smax_offsets, batch, head, smax_offset_step, smax_multiplier,
+            smax_batch, smax_head, smax_row, 1,
+        )  # fmt: skip
+        in_smax = in_rows if smax_offsets is not None else in_declared
+        tl.store(smax + at, (top * LN_2).to(smax.dtype.element_ty), mask=in_smax)
+    if ssum is not None:
+        at = row_offsets(
+            row, ssum_offsets, batch, head, ssum_offset_step, ssum_multiplier,
+            ssum_batch, ssum_head, ssum_row, 1,
+        )  # fmt: skip
+        in_ssum = in_rows if ssum_offsets is not None else in_declared
+        tl.store(ssum + at, total.to(ssum.dtype.element_ty), mask=in_ssum)
