@@ -47,6 +47,8 @@ class AttentionConfig:
     q_slots: int = 2
     turns: bool = True
     lazy: bool = True
+    q_registers: bool = False
+    emulated: int = 0
     by_cost: bool = True
 
     @property
@@ -148,6 +150,8 @@ def plan_with(
             ("Q_SLOTS", config.q_slots),
             ("TURNS", config.turns),
             ("LAZY", config.lazy),
+            ("Q_REGISTERS", config.q_registers),
+            ("EMULATED", config.emulated),
             ("BY_COST", config.by_cost and _cost_grows(spec)),
             *_mask_constants(spec, config),
             ("HAS_STATS", stats is not None),

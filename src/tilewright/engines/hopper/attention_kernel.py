@@ -34,6 +34,7 @@ from tilewright.engines.hopper.attention_tiles import (
     tile_even,
 )
 from tilewright.engines.hopper.barriers import FIRST_FREE, barrier_arrive, barrier_wait
+from tilewright.engines.hopper.exponentials import exp2
 from tilewright.engines.hopper.rescaling import rescale_if_needed
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
@@ -56,6 +57,8 @@ class Config:
     Q_SLOTS: gl.constexpr
     TURNS: gl.constexpr
     LAZY: gl.constexpr
+    Q_REGISTERS: gl.constexpr
+    EMULATED: gl.constexpr
     BY_COST: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -82,6 +85,8 @@ class Config:
         Q_SLOTS,
         TURNS,
         LAZY,
+        Q_REGISTERS,
+        EMULATED,
         BY_COST,
         HAS_LEFT,
         HAS_RIGHT,
@@ -99,6 +104,8 @@ class Config:
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.TURNS = gl.constexpr(TURNS)
         self.LAZY = gl.constexpr(LAZY)
+        self.Q_REGISTERS = gl.constexpr(Q_REGISTERS)
+        self.EMULATED = gl.constexpr(EMULATED)
         self.BY_COST = gl.constexpr(BY_COST)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -322,7 +329,9 @@ def softmax_block(scores, top, total, scale, config, MASKED: gl.constexpr):
     shift = new_top * scale
     if MASKED:
         shift = gl.where(new_top == MINUS_INFINITY, 0.0, shift)
-    p = gl.exp2(scores * scale - shift[:, None])
+        p = gl.exp2(scores * scale - shift[:, None])
+    else:
+        p = exp2(scores * scale - shift[:, None], config.EMULATED)
     factor = gl.exp2(top * scale - shift)
     sums = thread_sums(p)
     spread = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
@@ -429,6 +438,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, config, WARPGROUP: gl.c
     place_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
         [ROWS, config.DEPTH_V], memory.q.dtype
     )
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout, k_width=2)
     BN: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
     SLOTS: gl.constexpr = config.Q_SLOTS
@@ -441,10 +451,13 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, config, WARPGROUP: gl.c
     # With two slots of Q, the first scores of a tile are made beside the last product before.
     if SLOTS == 2:
         mbarrier.wait(memory.q_full.index(0), 0)
+        held = memory.q.index(WARPGROUP)
+        if config.Q_REGISTERS:
+            q_held = held.load(q_layout)
         mbarrier.wait(memory.k_full.index(0), 0)
         take_turn(config, WARPGROUP)
         scores = warpgroup_mma(
-            memory.q.index(WARPGROUP),
+            q_held if config.Q_REGISTERS else held,
             memory.k.index(0).permute((1, 0)),
             zero,
             use_acc=False,
@@ -462,7 +475,11 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, config, WARPGROUP: gl.c
         low, high = key_blocks(tile * config.BLOCK_M, problem, config)
         first = tile * config.BLOCK_M + WARPGROUP * ROWS
         slot = step % SLOTS
-        q = memory.q.index(slot * config.WARPGROUPS + WARPGROUP)
+        q_slot = memory.q.index(slot * config.WARPGROUPS + WARPGROUP)
+        if config.Q_REGISTERS:
+            q = q_held
+        else:
+            q = q_slot
         stage = block % STAGES
         phase = (block // STAGES) & 1
         more = step + 1 < count
@@ -546,10 +563,13 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, config, WARPGROUP: gl.c
             next_slot = (step + 1) % SLOTS
             stage = block % STAGES
             mbarrier.wait(memory.q_full.index(next_slot), ((step + 1) // SLOTS) & 1, pred=more)
+            held = memory.q.index(next_slot * config.WARPGROUPS + WARPGROUP)
+            if config.Q_REGISTERS:
+                q_held = held.load(q_layout)
             mbarrier.wait(memory.k_full.index(stage), (block // STAGES) & 1, pred=more)
             take_turn(config, WARPGROUP)
             token = warpgroup_mma(
-                memory.q.index(next_slot * config.WARPGROUPS + WARPGROUP),
+                q_held if config.Q_REGISTERS else held,
                 memory.k.index(stage).permute((1, 0)),
                 zero,
                 use_acc=False,
@@ -565,9 +585,9 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, config, WARPGROUP: gl.c
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
         barrier_arrive(config.V_BARRIER + last, config.RELEASE)
         out = finish(acc, top, total, batch, head_q, first, problem, config)
-        place = q
+        place = q_slot
         if config.DEPTH_V != config.DEPTH:
-            place = q._reinterpret(q.dtype, [ROWS, config.DEPTH_V], place_layout)
+            place = q_slot._reinterpret(q_slot.dtype, [ROWS, config.DEPTH_V], place_layout)
         place.store(out.to(memory.q.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o_map, [batch, head_q, first, 0], place)
@@ -623,6 +643,8 @@ def attention_forward(
     Q_SLOTS: gl.constexpr,
     TURNS: gl.constexpr,
     LAZY: gl.constexpr,
+    Q_REGISTERS: gl.constexpr,
+    EMULATED: gl.constexpr,
     BY_COST: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -641,6 +663,8 @@ def attention_forward(
         Q_SLOTS,
         TURNS,
         LAZY,
+        Q_REGISTERS,
+        EMULATED,
         BY_COST,
         HAS_LEFT,
         HAS_RIGHT,
