@@ -1,0 +1,116 @@
+"""Run one call of every compiled kernel family under NVIDIA's compute-sanitizer; write a record.
+
+    PYTHONPATH=src python test/gpu/sanitizer.py --record test/gpu/records/DEVICE_sanitizer.json
+
+Needs a CUDA device and compute-sanitizer. memcheck finds accesses outside of allocations (torch's
+cache of blocks is off, so neighbours do not hide them), racecheck finds shared memory that threads
+use without a barrier, initcheck finds reads of memory that nobody wrote. The samples are those of
+test/python/core/launch/test_compiled_families_on_gpu.py. The exit status is 0 if no tool reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "test/python/core/launch/test_compiled_families_on_gpu.py"
+TOOLS = ("memcheck", "racecheck", "initcheck")
+ERROR_STATUS = 9
+_TAIL_CHARS = 1500
+
+
+def samples() -> Any:
+    """The module that declares a sample graph of each family."""
+    spec = importlib.util.spec_from_file_location("compiled_families", SAMPLES)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_sample(name: str) -> None:
+    """In the tool's process: build one sample's graph and run it once."""
+    module = samples()
+    declare = {row[0].__name__: row[0] for row in module.SAMPLES}[name]
+    graph, operands = module.built(declare)
+    module.results_of(graph, operands)
+    print(f"ran on {graph.selected_engine}")
+
+
+def check(tool: str, name: str, limit_s: float) -> dict[str, Any]:
+    """One sample under one tool."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERROR_STATUS)]
+    command += [sys.executable, __file__, "--sample", name]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s
+        )
+        text, status = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        text, status = str(error), 124
+    summary = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
+    found: dict[str, Any] = {
+        "tool": tool,
+        "sample": name,
+        "status": status,
+        "summary": summary[-1] if summary else "",
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if status != 0:
+        found["output"] = text[-_TAIL_CHARS:]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--sample", help="run this sample here, under no tool")
+    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds a sample and tool")
+    arguments = parser.parse_args()
+    if arguments.sample:
+        run_sample(arguments.sample)
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on the path")
+    import torch
+    import triton
+
+    names = [row[0].__name__ for row in samples().SAMPLES]
+    jobs = [(tool, name) for name in names for tool in TOOLS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        found = list(pool.map(lambda job: check(*job, arguments.limit), jobs))
+    for row in found:
+        print(f"{row['tool']:10} {row['sample']:28} {row['status']:3} {row['summary']}")
+    clean = sum(row["status"] == 0 for row in found)
+    print(f"{clean} of {len(found)} clean")
+    if arguments.record:
+        arguments.record.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "command": "PYTHONPATH=src python test/gpu/sanitizer.py --record RECORD.json",
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "device": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__, "triton": triton.__version__},
+            "clean": clean,
+            "runs": found,
+        }
+        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if clean == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
