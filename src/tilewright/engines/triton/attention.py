@@ -9,28 +9,33 @@ has the definitions. Source: FlashAttention-2 (Dao 2023).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
+from tilewright.engines.compiled.planned import KernelPlan, slot_numbers
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
+    add_forward_operands,
     steps_in_vectors,
-    vector_unit,
 )
-from tilewright.engines.triton.attention_config import ForwardConfig, choose_config, pieces
+from tilewright.engines.triton.attention_config import (
+    ForwardConfig,
+    choose_config,
+    choose_decode_config,
+)
+from tilewright.engines.triton.attention_decode import decode_plan
 from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, row_offsets, store_rows
-from tilewright.engines.triton.attention_spec import AttentionSpec, alibi_split, read_spec
+from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.rows import only_operation
-from tilewright.graph.enums import behavior_note
+from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
-
-STATISTICS = ("Stats", "score_max", "score_sum_exp")
-_SHORT = {"Stats": "stats", "score_max": "smax", "score_sum_exp": "ssum"}
 
 
 @triton.jit
@@ -204,118 +209,49 @@ def attention_forward(
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
-    """One proposal, with its tile as knobs."""
+    """The best tile as knobs; where keys are split, the whole loop comes second."""
     spec = read_spec(only_operation(graph, "attention"))
-    config = choose_config(spec, sm_count)
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
-    return [Proposal(config.knobs(), 1.0, notes)]
+    configs = [choose_decode_config(spec, sm_count), choose_config(spec, sm_count)]
+    return [
+        Proposal(config.knobs(), float(cost), notes)
+        for cost, config in enumerate(configs)
+        if config is not None
+    ]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
-    """The kernel of a graph; aligned operands get wide loads, with a general plan behind them."""
+    """The kernels of a graph; aligned operands get wide loads, with a general plan behind them."""
     spec = read_spec(only_operation(graph, "attention"))
-    config = choose_config(spec, sm_count).with_knobs(dict(knobs))
     slots = slot_numbers(graph)
     if not (spec.batch and spec.rows):
         return KernelPlan(())
-    general = KernelPlan((_forward(spec, slots, config, is_aligned=False),))
+    chosen = dict(knobs)
+    decode = choose_decode_config(spec, sm_count)
+    if decode is not None and (knob_type.SPLIT_K in chosen or not knobs):
+        config, make = decode.with_knobs(chosen), decode_plan
+    else:
+        config, make = choose_config(spec, sm_count).with_knobs(chosen), _forward
+    general = make(spec, slots, config, is_aligned=False)
     ports = ("q", "k", "v", "O")
     if not steps_in_vectors(spec, ports):
         return general
-    return KernelPlan(
-        (_forward(spec, slots, config, is_aligned=True),),
+    aligned = make(spec, slots, config, is_aligned=True)
+    return replace(
+        aligned,
         needs_aligned=tuple(slots[spec.ports[port].uid] for port in ports),
         fallback=general,
     )
 
 
 def _forward(
-    spec: AttentionSpec, slots: dict[int, int], config: ForwardConfig, *, is_aligned: bool
-) -> PlannedKernel:
+    spec: AttentionSpec, slots: Mapping[int, int], config: ForwardConfig, *, is_aligned: bool
+) -> KernelPlan:
     arguments = KernelArguments(slots)
-    add_operands(arguments, spec, is_aligned=is_aligned)
-    block, block_2 = pieces(spec.depth)
-    block_v, block_v_2 = pieces(spec.depth_v)
+    add_forward_operands(arguments, spec, is_aligned=is_aligned)
     arguments.constant(
-        D=spec.depth,
-        DV=spec.depth_v,
-        D_BLOCK=block,
-        D_BLOCK_2=block_2,
-        DV_BLOCK=block_v,
-        DV_BLOCK_2=block_v_2,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        LAST_FIRST=spec.right is not None,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, LAST_FIRST=spec.right is not None
     )
     tiles = triton.cdiv(spec.rows, config.block_m)
     grid = (tiles * spec.heads_q * spec.batch, 1, 1)
-    return arguments.planned(attention_forward, grid, config.warps, config.stages)
-
-
-def add_operands(arguments: KernelArguments, spec: AttentionSpec, *, is_aligned: bool) -> None:
-    """Everything of the forward kernel that follows from the declaration alone."""
-    ports = spec.ports
-    unit = vector_unit(spec.data_type) if is_aligned else 1
-    o_unit = vector_unit(ports["O"].data_type) if is_aligned else 1
-    for name in ("q", "k", "v"):
-        arguments.pointer(name, ports[name], is_aligned=is_aligned)
-        arguments.steps(name, ports[name], unit=unit)
-        arguments.ragged(name, ports[name], unit=unit)
-    arguments.pointer("o", ports["O"], is_aligned=is_aligned)
-    arguments.steps("o", ports["O"], unit=o_unit)
-    arguments.ragged("o", ports["O"], unit=o_unit)
-    for port in STATISTICS:
-        arguments.pointer(_SHORT[port], ports.get(port))
-        arguments.steps(_SHORT[port], ports.get(port))
-        arguments.ragged(_SHORT[port], ports.get(port))
-    for name, port in (("bias", "bias"), ("drop", "dropout_mask"), ("mask", "block_mask")):
-        long = {"drop": "drop_mask", "mask": "block_mask"}.get(name, name)
-        arguments.pointer(long, ports.get(port))
-        arguments.steps(name, ports.get(port))
-    sink = ports.get("sink_token")
-    arguments.pointer("sink", sink)
-    arguments.integer("sink_head", 0 if sink is None or spec.heads_q == 1 else sink.stride[1])
-    arguments.length("len_q", spec.len_q)
-    arguments.length("len_kv", spec.len_kv)
-    for side in ("k", "v"):
-        table = ports.get(f"paged_attention_{side}_table")
-        arguments.pointer(f"{side}_table", table)
-        arguments.integer(f"{side}_table_batch", 0 if table is None else table.stride[0])
-        arguments.integer(f"{side}_table_row", 0 if table is None else table.stride[2])
-    if spec.scale is None:
-        arguments.scalar("scale", ports["attn_scale"], "fp32")
-    else:
-        arguments.number("scale", spec.scale)
-    cap = spec.soft_cap
-    arguments.scalar("cap_inner", None if cap is None else cap.inner, "fp32")
-    arguments.scalar("cap_outer", None if cap is None else cap.outer, "fp32")
-    arguments.scalar("drop_scale", ports.get("dropout_scale"), "fp32")
-    arguments.scalar("seed", ports.get("dropout_seed"), "i64")
-    arguments.scalar("offset", ports.get("dropout_offset"), "i64")
-    for name, value in (
-        ("rows", spec.rows),
-        ("keys", spec.keys),
-        ("heads", spec.heads_q),
-        ("group", spec.group),
-        ("left", spec.left or 0),
-        ("right", spec.right or 0),
-    ):
-        arguments.extent(name, value)
-    probability = spec.drop_probability
-    changes = spec.changes_scores
-    arguments.constant(
-        UNIT=unit,
-        O_UNIT=o_unit,
-        K_PAGE=ports["k"].dim[2] if spec.is_paged else 1,
-        V_PAGE=ports["v"].dim[2] if spec.is_paged else 1,
-        HAS_LEFT=spec.left is not None,
-        HAS_RIGHT=spec.right is not None,
-        BOTTOM_RIGHT=spec.bottom_right,
-        ALIBI_SPLIT=alibi_split(spec.heads_q) if spec.alibi else 0,
-        CAP_DIVIDES=None if cap is None else cap.divides,
-        THRESHOLD=int(probability * 2.0**32),
-        KEEP_SCALE=1.0 / (1.0 - probability),
-        # Only a positive factor may be taken out of the maximum.
-        FOLDS_SCALE=not changes and spec.scale is not None and spec.scale > 0.0,
-        STATS_LOG2=spec.stats_log2,
-    )
+    return KernelPlan((arguments.planned(attention_forward, grid, config.warps, config.stages),))

@@ -9,11 +9,14 @@ from typing import Any
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import PlannedKernel, operand, pointer_type
-from tilewright.engines.triton.attention_spec import AttentionSpec, Length
+from tilewright.engines.triton.attention_config import pieces
+from tilewright.engines.triton.attention_spec import AttentionSpec, Length, alibi_split
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
 
 _AXES = ("batch", "head", "row", "col")
+# Short names of the statistics in kernels.
+_SHORT = {"Stats": "stats", "score_max": "smax", "score_sum_exp": "ssum"}
 
 
 @dataclass
@@ -145,3 +148,84 @@ def steps_in_vectors(spec: AttentionSpec, ports: tuple[str, ...]) -> bool:
         if tensor.ragged_offset is not None and tensor.ragged_offset_multiplier % unit:
             return False
     return True
+
+
+def add_forward_operands(
+    arguments: KernelArguments, spec: AttentionSpec, *, is_aligned: bool
+) -> None:
+    """Everything of the forward kernels that follows from the declaration alone."""
+    ports = spec.ports
+    unit = vector_unit(spec.data_type) if is_aligned else 1
+    o_unit = vector_unit(ports["O"].data_type) if is_aligned else 1
+    for name in ("q", "k", "v"):
+        arguments.pointer(name, ports[name], is_aligned=is_aligned)
+        arguments.steps(name, ports[name], unit=unit)
+        arguments.ragged(name, ports[name], unit=unit)
+    arguments.pointer("o", ports["O"], is_aligned=is_aligned)
+    arguments.steps("o", ports["O"], unit=o_unit)
+    arguments.ragged("o", ports["O"], unit=o_unit)
+    for port, name in _SHORT.items():
+        arguments.pointer(name, ports.get(port))
+        arguments.steps(name, ports.get(port))
+        arguments.ragged(name, ports.get(port))
+    for name, port in (("bias", "bias"), ("drop", "dropout_mask"), ("mask", "block_mask")):
+        long = {"drop": "drop_mask", "mask": "block_mask"}.get(name, name)
+        arguments.pointer(long, ports.get(port))
+        arguments.steps(name, ports.get(port))
+    sink = ports.get("sink_token")
+    arguments.pointer("sink", sink)
+    arguments.integer("sink_head", 0 if sink is None or spec.heads_q == 1 else sink.stride[1])
+    arguments.length("len_q", spec.len_q)
+    arguments.length("len_kv", spec.len_kv)
+    for side in ("k", "v"):
+        table = ports.get(f"paged_attention_{side}_table")
+        arguments.pointer(f"{side}_table", table)
+        arguments.integer(f"{side}_table_batch", 0 if table is None else table.stride[0])
+        arguments.integer(f"{side}_table_row", 0 if table is None else table.stride[2])
+    if spec.scale is None:
+        arguments.scalar("scale", ports["attn_scale"], "fp32")
+    else:
+        arguments.number("scale", spec.scale)
+    cap = spec.soft_cap
+    arguments.scalar("cap_inner", None if cap is None else cap.inner, "fp32")
+    arguments.scalar("cap_outer", None if cap is None else cap.outer, "fp32")
+    arguments.scalar("drop_scale", ports.get("dropout_scale"), "fp32")
+    arguments.scalar("seed", ports.get("dropout_seed"), "i64")
+    arguments.scalar("offset", ports.get("dropout_offset"), "i64")
+    for name, value in (
+        ("batches", spec.batch),
+        ("rows", spec.rows),
+        ("keys", spec.keys),
+        ("heads", spec.heads_q),
+        ("heads_kv", spec.heads_kv),
+        ("group", spec.group),
+        ("left", spec.left or 0),
+        ("right", spec.right or 0),
+    ):
+        arguments.extent(name, value)
+    probability = spec.drop_probability
+    changes = spec.changes_scores
+    block, block_2 = pieces(spec.depth)
+    block_v, block_v_2 = pieces(spec.depth_v)
+    arguments.constant(
+        D=spec.depth,
+        DV=spec.depth_v,
+        D_BLOCK=block,
+        D_BLOCK_2=block_2,
+        DV_BLOCK=block_v,
+        DV_BLOCK_2=block_v_2,
+        UNIT=unit,
+        O_UNIT=o_unit,
+        K_PAGE=ports["k"].dim[2] if spec.is_paged else 1,
+        V_PAGE=ports["v"].dim[2] if spec.is_paged else 1,
+        HAS_LEFT=spec.left is not None,
+        HAS_RIGHT=spec.right is not None,
+        BOTTOM_RIGHT=spec.bottom_right,
+        ALIBI_SPLIT=alibi_split(spec.heads_q) if spec.alibi else 0,
+        CAP_DIVIDES=None if cap is None else cap.divides,
+        THRESHOLD=int(probability * 2.0**32),
+        KEEP_SCALE=1.0 / (1.0 - probability),
+        # Only a positive factor may be taken out of the maximum.
+        FOLDS_SCALE=not changes and spec.scale is not None and spec.scale > 0.0,
+        STATS_LOG2=spec.stats_log2,
+    )

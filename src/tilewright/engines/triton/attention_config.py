@@ -12,25 +12,38 @@ from tilewright.graph.enums import knob_type
 
 # A matrix product takes at least this many of each axis.
 MIN_BLOCK = 16
+# Few queries: at most this many, and so many with all heads of a key head.
+MAX_DECODE_ROWS = 16
+MAX_PACKED_ROWS = 64
+# Programs that share a multiprocessor where keys are split.
+PROGRAMS_A_MULTIPROCESSOR = 2
+# Each program reads the lengths of all sequences where keys are split.
+MAX_DEALT_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """``block_m`` queries by ``block_n`` keys a step, ``warps`` warps, ``stages`` of loads."""
+    """``block_m`` queries by ``block_n`` keys a step, ``warps`` warps, ``stages`` of loads.
+
+    ``target`` is the number of programs that keys are dealt out to; 1 is one a key head, with no
+    combination behind it, and 0 is the kernel that does not pack queries of several heads.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    target: int = 0
 
     def knobs(self) -> Knobs:
         """The same as knobs."""
-        return (
+        knobs = (
             (knob_type.TILE_M, self.block_m),
             (knob_type.TILE_N, self.block_n),
             (knob_type.WARPS, self.warps),
             (knob_type.STAGES, self.stages),
         )
+        return (*knobs, (knob_type.SPLIT_K, self.target)) if self.target else knobs
 
     def with_knobs(self, knobs: Mapping[knob_type, int]) -> ForwardConfig:
         """This config with what the knobs say."""
@@ -40,6 +53,7 @@ class ForwardConfig:
             block_n=knobs.get(knob_type.TILE_N, self.block_n),
             warps=knobs.get(knob_type.WARPS, self.warps),
             stages=knobs.get(knob_type.STAGES, self.stages),
+            target=knobs.get(knob_type.SPLIT_K, self.target),
         )
 
 
@@ -77,3 +91,24 @@ def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     if width <= 128:
         return ForwardConfig(128, 64, 8, 3)
     return ForwardConfig(128, 64, 8, 2)
+
+
+def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | None:
+    """The tile of the kernel for few queries, or None where the declaration is none for it."""
+    packed = spec.rows * spec.group
+    if spec.rows > MAX_DECODE_ROWS or packed > MAX_PACKED_ROWS:
+        return None
+    if spec.has_philox or spec.has_drop_mask or spec.has_block_mask:
+        return None
+    width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))
+    if spec.data_type is DataType.FLOAT:
+        width *= 2
+    block_n = 128 if width <= 64 else 64 if width <= 128 else 32
+    if width > 256:
+        block_n = 16
+    programs = PROGRAMS_A_MULTIPROCESSOR * sm_count
+    units = spec.batch * spec.heads_kv
+    is_whole = units >= programs or spec.keys <= 2 * block_n or spec.batch > MAX_DEALT_BATCH
+    return ForwardConfig(
+        max(MIN_BLOCK, power_of_two(packed)), block_n, 4, 3, 1 if is_whole else programs
+    )
