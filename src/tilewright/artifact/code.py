@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tilewright.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class KernelCode:
     """Device code and the launch facts that go with it. Plain data: it can be stored."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from tilewright.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Counters:
     """A snapshot. A kernel that is asked for counts once: memory hit, disk hit or disk miss.
 

@@ -12,10 +12,10 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.artifact.code import KernelCode
+from tilewright.records import record
 
 MAGIC = b"TWKERNEL"
 FORMAT_VERSION = 1
@@ -36,7 +36,7 @@ class BadEntryError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Entry:
     """Code with the facts of its key, and a manifest of what made it."""
 

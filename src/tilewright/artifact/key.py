@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from tilewright.records import record
 
-@dataclass(frozen=True)
+
+@record(frozen=True)
 class KernelKey:
     """What one kernel's code depends on.
 

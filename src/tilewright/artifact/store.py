@@ -15,13 +15,13 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.artifact.code import KernelCode
 from tilewright.artifact.counting import count, count_miss, count_write_failure
 from tilewright.artifact.entry import MAX_BYTES, BadEntryError, Entry, decode, encode
 from tilewright.artifact.key import KernelKey, digest_of
+from tilewright.records import record
 
 _SUFFIX = ".twk"
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.twk")
@@ -32,7 +32,7 @@ _DRAFT_LIFE_S = 3600.0
 _FILL_AFTER_REMOVAL = 0.9
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class StoredFile:
     """A file of the store: ``used_ns`` is when it was last written or loaded."""
 
@@ -42,7 +42,7 @@ class StoredFile:
     is_draft: bool
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Store:
     """A folder of at most ``max_bytes``. The folder is made at the first write."""
 

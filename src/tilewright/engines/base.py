@@ -6,12 +6,12 @@ without importing it; only ``propose`` and ``build`` need its code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.workspace import WorkspacePlan
+from tilewright.records import record
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Knobs = tuple[tuple[knob_type, int], ...]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Proposal:
     """One way in which an engine would run a graph. Any knobs compute the same function.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.dtypes import DataType, as_data_type
 from tilewright.errors import GraphError
 from tilewright.graph.tensor import Scalar, packed_strides
+from tilewright.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class BufferDescription:
     """Shape and strides in elements; ``value`` is set for a one-element CPU tensor."""
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.attributes import coerce
 from tilewright.graph.tensor import Tensor, packed_strides, strides_in_order_of
+from tilewright.records import record
 
 _COMMON_FIELDS = frozenset({"name", "compute_data_type", "inputs", "outputs"})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Operation:
     """One node. ``inputs`` and ``outputs`` map port names to tensors; absent ports are absent."""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 if TYPE_CHECKING:
     from tilewright.graph.operation import Operation
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class ScoreProgram:
     """Pointwise operations from ``input`` (the float32 scores) to ``output``, same dim.
 

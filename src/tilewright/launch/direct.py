@@ -221,6 +221,7 @@ def _refusals(
     if binder.workspace_bytes:
         masks.setdefault(binder.workspace_alignment_bytes - 1, []).append("w")
     found = [f"({' | '.join(pointers)}) & {mask}" for mask, pointers in masks.items() if mask]
+    found += [f"not p{number}" for number in given if binder.slots[number].span_bytes]
     # A storage that is resized under a tensor moves, so it is looked at when addresses change.
     found += [f"owned_bytes(b{number}) < {_span(binder, number)}" for number in given]
     for written, other, may_share in binder.pairs:

@@ -11,7 +11,6 @@ import ctypes
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from tilewright.launch.tensor_maps import (
     TensorMap,
     TensorMapEncoder,
 )
+from tilewright.records import record
 
 # Keys of cuLaunchKernel's "extra" list: where the parameter buffer is, and its size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
@@ -34,7 +34,7 @@ _MAP = "tensor map"
 _FORMATS[_MAP] = f"{TENSOR_MAP_BYTES}s"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Operand:
     """A pointer argument: slot number, and bytes from the operand's start."""
 
@@ -42,14 +42,14 @@ class Operand:
     offset_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Scratch:
     """A pointer argument into the workspace, ``offset_bytes`` from its start."""
 
     offset_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class HostScalar:
     """A scalar argument from a pass-by-value slot: ``value``, unless a call binds a buffer."""
 
@@ -57,7 +57,7 @@ class HostScalar:
     value: int | float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Constant:
     """A scalar argument that the declaration fixes."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -11,10 +10,11 @@ from tilewright.dtypes import DataType
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.shapes import span_elements
 from tilewright.graph.tensor import Scalar, Tensor
+from tilewright.records import record
 from tilewright.torch_dtypes import to_torch
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Slot:
     """The declaration of one bound operand.
 

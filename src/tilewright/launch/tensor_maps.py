@@ -8,12 +8,12 @@ head never touches the next one. Source: cuTensorMapEncodeTiled in the CUDA driv
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.cuda_driver import check, driver
+from tilewright.records import record
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
@@ -28,7 +28,7 @@ _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _NO_INTERLEAVE, _FILL_ZERO, _PROMOTE_TO_128_BYTES = 0, 0, 2
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class TensorMap:
     """A tensor-map argument: the operand of ``slot`` as the copy engine sees it.
 

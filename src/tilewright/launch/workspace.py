@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tilewright.records import record
 
 ALIGNMENT_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Piece:
     """One carved range: ``offset_bytes`` from the workspace's start."""
 
@@ -16,7 +16,7 @@ class Piece:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class WorkspacePlan:
     """The carve list and the exact byte count that the caller must provide."""
 

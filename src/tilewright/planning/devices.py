@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from tilewright.records import record
 
-@dataclass(frozen=True)
+
+@record(frozen=True)
 class DeviceProperties:
     """A device as planning sees it.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.planning.plans import EngineVerdict, Plan
+from tilewright.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Explanation:
     """What planning decided for one graph on one device. Prints as a small table."""
 

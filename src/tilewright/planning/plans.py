@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.engines.base import Engine, Knobs, Proposal, load_engine
@@ -14,9 +13,10 @@ from tilewright.graph.operation import walk
 from tilewright.planning.devices import DeviceProperties
 from tilewright.planning.rows import admit
 from tilewright.planning.table import ENGINE_TABLE, EngineEntry
+from tilewright.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Plan:
     """One way to run a graph: an engine and its knobs. (engine id, knobs) replays it."""
 
@@ -36,7 +36,7 @@ class Plan:
         return f"{self.engine_name}:{knobs}"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class EngineVerdict:
     """What became of one engine: the plans it offers, or the reason for none."""
 

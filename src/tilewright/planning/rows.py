@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilewright.dtypes import DataType
 from tilewright.graph.operation import Operation
 from tilewright.planning.devices import DeviceProperties
+from tilewright.records import record
 
 FLOATS = frozenset({DataType.FLOAT, DataType.HALF, DataType.BFLOAT16, DataType.DOUBLE})
 FP8 = frozenset({DataType.FP8_E4M3, DataType.FP8_E5M2})
@@ -15,7 +14,7 @@ INTEGERS = frozenset({DataType.INT8, DataType.INT32, DataType.INT64, DataType.UI
 INDICES = frozenset({DataType.INT32, DataType.INT64, DataType.UINT8, DataType.BOOLEAN})
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CapabilityRow:
     """Operation kinds that an engine takes, with which types, on which devices.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.artifact.code import KernelCode
 from tilewright.artifact.forbidding import require_compiler
 from tilewright.errors import NotSupportedError
+from tilewright.records import record
 
 # Targets that every kernel is compiled for in the tests.
 TARGETS: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0), (12, 0))
@@ -15,7 +15,7 @@ WARP_THREADS = 32
 POINTER_ALIGNMENT_BYTES = 16
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class KernelSpec:
     """What is compiled: a kernel, the types of its arguments, and what it specializes on.
 

@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
+from tilewright.records import record
 
 # Kinds that a family takes along with its own operation; alone they are a chain of their own.
 CHAIN_KINDS = frozenset({"pointwise", "reduction", "reshape", "transpose", "slice"})
@@ -43,7 +44,7 @@ def interpreting() -> Iterator[None]:
         _may_interpret.reset(token)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CompiledEngine:
     """See ``tilewright.engines.base.Engine``.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Operand
+from tilewright.records import record
 
 TRITON_TYPES: dict[DataType, str] = {
     DataType.FLOAT: "fp32",
@@ -26,7 +26,7 @@ TRITON_TYPES: dict[DataType, str] = {
 }
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PlannedKernel:
     """One launch of a plan. ``arguments`` follow ``spec.types``."""
 
@@ -35,7 +35,7 @@ class PlannedKernel:
     arguments: tuple[Argument, ...]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class KernelPlan:
     """All launches of a plan in order, and the scratch (name, bytes) that they share.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilewright.graph.enums import attention_implementation, diagonal_alignment
@@ -24,10 +23,11 @@ from tilewright.graph.operations.attention_fp8 import AttentionFp8Methods
 from tilewright.graph.operations.attention_mxfp8 import AttentionMxfp8Methods
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
 @operation_kind("sdpa")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Sdpa(AttentionForward):
     """O = softmax(mask(score_mod(scale * Q K^T) + bias)) V, and Stats, its log-sum-exp a row."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilewright.dtypes import DataType
@@ -20,6 +19,7 @@ from tilewright.graph.operations.attention_base import (
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.shapes import self_overlaps
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 _GRADIENTS = (
     ("dQ", "q"),
@@ -30,7 +30,7 @@ _GRADIENTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class AttentionBackward(AttentionBase):
     """What the backward operations add: the forward's results, and dQ, dK and dV."""
 
@@ -80,7 +80,7 @@ class AttentionBackward(AttentionBase):
 
 
 @operation_kind("sdpa_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class SdpaBackward(AttentionBackward):
     """dQ, dK and dV from the forward's operands, its O and Stats, and dO."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from tilewright.dtypes import DataType
@@ -12,6 +11,7 @@ from tilewright.graph.operation import Operation
 from tilewright.graph.operations.attention_masks import AttentionMasks
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor, packed_strides
+from tilewright.records import record
 
 FLOATS = (DataType.HALF, DataType.BFLOAT16, DataType.FLOAT, DataType.DOUBLE)
 FP8_TYPES = (DataType.FP8_E4M3, DataType.FP8_E5M2)
@@ -39,7 +39,7 @@ class AttentionExtents(NamedTuple):
     depth_v: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class AttentionBase(AttentionMasks):
     """Attributes and checks of every attention operation, forward and backward."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilewright.dtypes import DataType
 from tilewright.graph import enums
 from tilewright.graph.operations.attention_base import (
@@ -11,9 +9,10 @@ from tilewright.graph.operations.attention_base import (
     AttentionBase,
     AttentionExtents,
 )
+from tilewright.records import record
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class AttentionForward(AttentionBase):
     """What the forward operations add: statistics, pages, and the outputs O and Stats."""
 

@@ -7,7 +7,6 @@ magnitude before that scale. docs/operations/attention.md places each in the for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilewright.graph.enums import attention_implementation, diagonal_alignment
@@ -30,6 +29,7 @@ from tilewright.graph.operations.attention_base import (
 from tilewright.graph.operations.attention_forward import AttentionForward
 from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 _FORWARD_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 _BACKWARD_SCALES = (
@@ -42,7 +42,7 @@ _SCALE_RULE = "one scale a tensor, in float32"
 
 
 @operation_kind("sdpa_fp8")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class SdpaFp8(AttentionForward):
     """``sdpa`` of FP8 operands: O, Stats, and the largest magnitudes of P and O."""
 
@@ -76,7 +76,7 @@ class SdpaFp8(AttentionForward):
 
 
 @operation_kind("sdpa_fp8_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class SdpaFp8Backward(AttentionBackward):
     """``sdpa_backward`` of FP8 operands, and the largest magnitudes of its results and of dP."""
 

@@ -6,13 +6,12 @@ right bound R hides ``col > row + R``. docs/operations/attention.md draws them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilewright.graph import enums
 from tilewright.graph.operation import Operation
+from tilewright.records import record
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class AttentionMasks(Operation):
     """The mask attributes as the user gave them, and the one band that they mean.
 

@@ -6,7 +6,6 @@ Microscaling Formats (MX) specification 1.0). docs/operations/attention.md place
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilewright.dtypes import DataType
@@ -27,6 +26,7 @@ from tilewright.graph.operations.attention_base import (
 )
 from tilewright.graph.operations.attention_forward import AttentionForward
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 MX_BLOCK = 32
 # Scales may be declared padded to whole tiles of the 128x4 layout.
@@ -78,7 +78,7 @@ def _require_block_scales(operation: AttentionBase, scales: dict[str, tuple[str,
 
 
 @operation_kind("sdpa_mxfp8")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class SdpaMxfp8(AttentionForward):
     """``sdpa`` of FP8 operands with block scales: O, Stats, and O's largest magnitude."""
 
@@ -96,7 +96,7 @@ class SdpaMxfp8(AttentionForward):
 
 
 @operation_kind("sdpa_mxfp8_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class SdpaMxfp8Backward(AttentionBackward):
     """``sdpa_backward`` of block-scaled FP8 operands, and the gradients' largest magnitudes.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph.builder import Builder
@@ -25,12 +24,13 @@ from tilewright.graph.operations.checks import (
     scalar_input,
 )
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 _RUNNING = ("in_running_mean", "in_running_var", "momentum")
 _NEXT = ("next_running_mean", "next_running_var")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class _BatchNormalization(Operation):
     # Ports that have the input's dim; all others but scalars are one value a channel.
     image_ports: ClassVar[tuple[str, ...]] = ()
@@ -65,7 +65,7 @@ class _BatchNormalization(Operation):
 
 
 @operation_kind("batchnorm")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Batchnorm(_BatchNormalization):
     """Training forward. Running statistics are updated if they and momentum are given."""
 
@@ -111,7 +111,7 @@ class Batchnorm(_BatchNormalization):
 
 
 @operation_kind("batchnorm_inference")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class BatchnormInference(_BatchNormalization):
     """Y of input with given statistics."""
 
@@ -122,7 +122,7 @@ class BatchnormInference(_BatchNormalization):
 
 
 @operation_kind("batchnorm_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class BatchnormBackward(_BatchNormalization):
     """DX, DScale and DBias of the training forward."""
 

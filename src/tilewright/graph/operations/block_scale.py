@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.dtypes import DataType
@@ -23,6 +22,7 @@ from tilewright.graph.builder import Builder
 from tilewright.graph.enums import tensor_reordering
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 ELEMENT_TYPES = (DataType.FP8_E4M3, DataType.FP8_E5M2, DataType.FP4_E2M1)
@@ -62,7 +62,7 @@ def holds_scales(scale: Tensor, needed: Sequence[int]) -> bool:
 
 
 @operation_kind("block_scale_dequantize")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class BlockScaleDequantize(Operation):
     """out = input times the descale of its block, negated if ``is_negative_scale``.
 
@@ -122,7 +122,7 @@ class BlockScaleDequantize(Operation):
 
 
 @operation_kind("block_scale_quantize")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class BlockScaleQuantize(Operation):
     """Y and scale of input, in blocks along ``axis`` (the last one if None).
 

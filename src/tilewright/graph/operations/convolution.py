@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.errors import GraphError
 from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 Extents = int | Sequence[int] | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Convolution(Operation):
     """What the three directions share. Attributes have one entry a spatial axis."""
 
@@ -132,7 +132,7 @@ class Convolution(Operation):
 
 
 @operation_kind("conv_fprop")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class ConvFprop(Convolution):
     """out (N, K, ...) of image (N, C, ...) and weight (K, C / groups, ...)."""
 
@@ -149,7 +149,7 @@ class ConvFprop(Convolution):
 
 
 @operation_kind("conv_dgrad")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class ConvDgrad(Convolution):
     """out, the gradient of the image, of loss (N, K, ...) and filter (K, C / groups, ...)."""
 
@@ -167,7 +167,7 @@ class ConvDgrad(Convolution):
 
 
 @operation_kind("conv_wgrad")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class ConvWgrad(Convolution):
     """out, the gradient of the filter, of image (N, C, ...) and loss (N, K, ...)."""
 

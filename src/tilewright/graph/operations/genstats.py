@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.operations.checks import channel_dim, require_floating
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
 @operation_kind("genstats")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Genstats(Operation):
     """SUM and SQ_SUM (1, C, 1, ...): sums of input and input^2 over every axis but the channel."""
 

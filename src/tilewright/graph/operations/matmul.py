@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.shapes import broadcast_dims
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
 @operation_kind("matmul")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Matmul(Operation):
     """A (..., M, K) times B (..., K, N); batch axes broadcast where an extent is 1."""
 

@@ -13,7 +13,6 @@ Rows in no group are 0. Backward: dweight[e] = sum over the group's rows of toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph import enums
@@ -21,9 +20,10 @@ from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.operations.checks import INDEX_TYPES
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class _Grouped(Operation):
     def _require_offsets(self, experts: int) -> None:
         offsets = self.inputs["first_token_offset"]
@@ -47,7 +47,7 @@ class _Grouped(Operation):
 
 
 @operation_kind("moe_grouped_matmul")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class MoeGroupedMatmul(_Grouped):
     """One product an expert, over the rows that are routed to it."""
 
@@ -111,7 +111,7 @@ class MoeGroupedMatmul(_Grouped):
 
 
 @operation_kind("moe_grouped_matmul_bwd")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class MoeGroupedMatmulBwd(_Grouped):
     """dweight (E, K, N) of doutput (1, T, N) and token (1, T, K)."""
 

@@ -15,7 +15,6 @@ adalayernorm, whose scale has the batch there; the spatial axes (2 and on) for i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph import enums
@@ -28,9 +27,10 @@ from tilewright.graph.operations.checks import (
     scalar_input,
 )
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Normalization(Operation):
     """What forward and backward share: the normalized axes, and the dims that follow from them."""
 
@@ -80,7 +80,7 @@ class _AdaptiveLayout(Normalization):
         return tuple(axis for axis in super().normalized_axes() if axis != 0)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class _Forward(Normalization):
     required: ClassVar[tuple[str, ...]] = ("input", "scale", "epsilon")
     optional: ClassVar[tuple[str, ...]] = ("bias",)
@@ -120,25 +120,25 @@ class _Forward(Normalization):
 
 
 @operation_kind("layernorm")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Layernorm(_Forward):
     """Layer normalization over the axes where scale varies."""
 
 
 @operation_kind("instancenorm")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Instancenorm(_InstanceLayout, _Forward):
     """Normalization over the spatial axes, scale and bias (1, C, 1, ...)."""
 
 
 @operation_kind("adalayernorm")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Adalayernorm(_AdaptiveLayout, _Forward):
     """Layer normalization with a scale and a bias for each sample, (N, ...) on axis 0."""
 
 
 @operation_kind("rmsnorm")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Rmsnorm(_Forward):
     """Root-mean-square normalization over the axes where scale varies; bias is optional."""
 

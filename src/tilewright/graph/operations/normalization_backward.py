@@ -8,7 +8,6 @@ With g = grad, n the normalized input, w = g scale, and averages over the normal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph.builder import Builder
@@ -20,9 +19,10 @@ from tilewright.graph.operations.normalization import (
     _InstanceLayout,
 )
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class _Backward(Normalization):
     required: ClassVar[tuple[str, ...]] = ("grad", "input", "scale", "mean", "inv_variance")
     produces: ClassVar[tuple[str, ...]] = ("DX", "DScale", "DBias")
@@ -48,25 +48,25 @@ class _Backward(Normalization):
 
 
 @operation_kind("layernorm_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class LayernormBackward(_Backward):
     """DX, DScale and DBias of a layer normalization."""
 
 
 @operation_kind("instancenorm_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class InstancenormBackward(_InstanceLayout, _Backward):
     """DX, DScale and DBias of an instance normalization."""
 
 
 @operation_kind("adalayernorm_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class AdalayernormBackward(_AdaptiveLayout, _Backward):
     """DX, and DScale and DBias a sample, of an adaptive layer normalization."""
 
 
 @operation_kind("rmsnorm_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class RmsnormBackward(_Backward):
     """DX, DScale and, if ``has_dbias``, DBias of an RMS normalization."""
 

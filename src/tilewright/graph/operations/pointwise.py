@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilewright.graph.builder import Builder
@@ -21,12 +20,13 @@ from tilewright.graph.operations.pointwise_modes import (
 )
 from tilewright.graph.shapes import broadcast_dims
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 PORTS = ("in0", "in1", "in2")
 
 
 @operation_kind("pointwise")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Pointwise(Operation):
     """One elementwise operation. ``mode`` is a key of ``POINTWISE_MODES``.
 

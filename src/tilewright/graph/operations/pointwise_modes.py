@@ -6,9 +6,9 @@ Names follow cuDNN's public graph vocabulary (its pointwise operations and their
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
+from tilewright.records import record
 
 
 class PointwiseKind(enum.Enum):
@@ -23,7 +23,7 @@ class PointwiseKind(enum.Enum):
     BACKWARD = "an incoming gradient and the forward's operand"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PointwiseMode:
     """One row of the table.
 

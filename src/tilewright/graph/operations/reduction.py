@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph.builder import Builder
 from tilewright.graph.enums import reduction_mode
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
 @operation_kind("reduction")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Reduction(Operation):
     """Reduce the axes on which ``out`` has extent 1 and ``input`` more."""
 

@@ -11,16 +11,16 @@ where a[i + h] = a[i] if freqs has R / 2. Elements from R on are output_scale x.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.operations.checks import require_floating
 from tilewright.graph.tensor import Tensor
+from tilewright.records import record
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class _Rotation(Operation):
     produces: ClassVar = ("out",)
     # The port of the tensor that is rotated.
@@ -63,7 +63,7 @@ class _Rotation(Operation):
 
 
 @operation_kind("rope")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Rope(_Rotation):
     """The rotation of ``input`` by the angles of each position."""
 
@@ -73,7 +73,7 @@ class Rope(_Rotation):
 
 
 @operation_kind("rope_backward")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class RopeBackward(_Rotation):
     """The adjoint of the rotation, applied to the gradient ``dY``."""
 

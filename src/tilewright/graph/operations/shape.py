@@ -6,7 +6,6 @@ The output has the input's data type; ``identity`` converts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.errors import GraphError
@@ -15,11 +14,12 @@ from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
 from tilewright.graph.shapes import element_count, view_strides
 from tilewright.graph.tensor import Tensor, strides_in_order_of
+from tilewright.records import record
 
 Slice = slice | Sequence[int | None]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class _Move(Operation):
     required: ClassVar[tuple[str, ...]] = ("input",)
     produces: ClassVar = ("out",)
@@ -32,7 +32,7 @@ class _Move(Operation):
 
 
 @operation_kind("reshape")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Reshape(_Move):
     """The input's elements, in row-major order of its declared axes, under another dim.
 
@@ -90,7 +90,7 @@ class Reshape(_Move):
 
 
 @operation_kind("slice")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class SliceOperation(_Move):
     """The part of the input that ``slices`` name: (start, stop, step) an axis, from axis 0 on.
 
@@ -134,7 +134,7 @@ class SliceOperation(_Move):
 
 
 @operation_kind("transpose")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Transpose(_Move):
     """Axis i of the output is axis permutation[i] of the input."""
 
@@ -165,7 +165,7 @@ class Transpose(_Move):
 
 
 @operation_kind("concatenate")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(frozen=True, kw_only=True, eq=False)
 class Concatenate(_Move):
     """The inputs one after another along ``axis``; other axes agree.
 
