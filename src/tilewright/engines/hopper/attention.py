@@ -49,6 +49,7 @@ class AttentionConfig:
     lazy: bool = True
     q_registers: bool = False
     emulated: int = 0
+    repairs: bool = True
     by_cost: bool = True
 
     @property
@@ -113,7 +114,7 @@ def plan_with(
     }
     stats, sink = spec.ports.get("Stats"), spec.ports.get("sink_token")
     # Absent operands keep their place; q stands in, and the kernel does not look at it.
-    pointers = {"stats": stats or q, "sink": sink or q}
+    pointers = {"stats": stats or q, "sink": sink or q, "k": k, "v": v}
     tiles = -(-spec.rows // config.block_m)
     heads = spec.batch * spec.heads_q
     integers = {
@@ -125,19 +126,23 @@ def plan_with(
         "heads": heads,
         "heads_q": spec.heads_q,
         "group": spec.group,
+        "depth": spec.depth,
+        "depth_v": spec.depth_v,
     }
     steps = (0, 0, 0) if stats is None else stats.stride[:3]
-    stats_steps = dict(zip(("stats_batch", "stats_head", "stats_row"), steps, strict=True))
+    wide = dict(zip(("stats_batch", "stats_head", "stats_row"), steps, strict=True))
+    wide |= dict(zip(("k_batch", "k_head", "k_row"), k.stride[:3], strict=True))
+    wide |= dict(zip(("v_batch", "v_head", "v_row"), v.stride[:3], strict=True))
     types = [(name, _map_type(tensor, box)) for name, (tensor, box) in boxes.items()]
     types += [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
     types += [("scale", "fp32"), *((name, "i32") for name in integers)]
-    types += [(name, "i64") for name in stats_steps]
+    types += [(name, "i64") for name in wide]
     arguments: list[Argument] = [
         tensor_map(tensor, slots[tensor.uid], box) for tensor, box in boxes.values()
     ]
     arguments += [operand(slots, tensor) for tensor in pointers.values()]
     arguments += [Constant(spec.scale), *(Constant(value) for value in integers.values())]
-    arguments += [Constant(step) for step in stats_steps.values()]
+    arguments += [Constant(step) for step in wide.values()]
     kernel = KernelSpec(
         attention_forward,
         tuple(types),
@@ -154,6 +159,7 @@ def plan_with(
             ("EMULATED", config.emulated),
             ("BY_COST", config.by_cost and _cost_grows(spec)),
             *_mask_constants(spec, config),
+            ("REPAIRS", config.repairs and (spec.left is not None or spec.right is not None)),
             ("HAS_STATS", stats is not None),
             ("STATS_LOG2", spec.stats_log2 and stats is not None),
             ("HAS_SINK", sink is not None),

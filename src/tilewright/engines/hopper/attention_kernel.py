@@ -27,6 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from tilewright.engines.hopper.attention_repair import (
+    hides_infinities,
+    is_spoiled,
+    summed_again,
+)
 from tilewright.engines.hopper.attention_tiles import (
     count_causal,
     count_even,
@@ -64,6 +69,7 @@ class Config:
     HAS_RIGHT: gl.constexpr
     RIGHT_LOOP: gl.constexpr
     FIRST_MASKED: gl.constexpr
+    REPAIRS: gl.constexpr
     HAS_STATS: gl.constexpr
     STATS_LOG2: gl.constexpr
     HAS_SINK: gl.constexpr
@@ -92,6 +98,7 @@ class Config:
         HAS_RIGHT,
         RIGHT_LOOP,
         FIRST_MASKED,
+        REPAIRS,
         HAS_STATS,
         STATS_LOG2,
         HAS_SINK,
@@ -111,6 +118,7 @@ class Config:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.RIGHT_LOOP = gl.constexpr(RIGHT_LOOP)
         self.FIRST_MASKED = gl.constexpr(FIRST_MASKED)
+        self.REPAIRS = gl.constexpr(REPAIRS)
         self.HAS_STATS = gl.constexpr(HAS_STATS)
         self.STATS_LOG2 = gl.constexpr(STATS_LOG2)
         self.HAS_SINK = gl.constexpr(HAS_SINK)
@@ -139,6 +147,16 @@ class Problem:
     stats_head: gl.tensor
     stats_row: gl.tensor
     sink: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    k_batch: gl.tensor
+    k_head: gl.tensor
+    k_row: gl.tensor
+    v_batch: gl.tensor
+    v_head: gl.tensor
+    v_row: gl.tensor
+    depth: gl.tensor
+    depth_v: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
@@ -157,6 +175,16 @@ class Problem:
         stats_head,
         stats_row,
         sink,
+        k,
+        v,
+        k_batch,
+        k_head,
+        k_row,
+        v_batch,
+        v_head,
+        v_row,
+        depth,
+        depth_v,
     ):
         self.rows = rows
         self.keys = keys
@@ -172,6 +200,16 @@ class Problem:
         self.stats_head = stats_head
         self.stats_row = stats_row
         self.sink = sink
+        self.k = k
+        self.v = v
+        self.k_batch = k_batch
+        self.k_head = k_head
+        self.k_row = k_row
+        self.v_batch = v_batch
+        self.v_head = v_head
+        self.v_row = v_row
+        self.depth = depth
+        self.depth_v = depth_v
 
 
 @aggregate
@@ -398,7 +436,7 @@ def next_block(
 
 @gluon.jit
 def finish(acc, top, total, batch, head, first, problem, config):
-    """The normalized accumulator; Stats are stored."""
+    """(normalized accumulator, exponent's shift and factor of its rows); Stats are stored."""
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), layout)
     shift = gl.convert_layout(top, layout) * problem.scale
@@ -422,7 +460,24 @@ def finish(acc, top, total, batch, head, first, problem, config):
             mask=rows < problem.rows,
         )
     inverse = gl.where(empty, 0.0, scaled / total)
-    return acc * inverse[:, None]
+    return acc * inverse[:, None], shift, gl.where(empty, 0.0, 1.0 / total)
+
+
+@gluon.jit
+def repaired(out, q, shift, inverse, batch, head_q, first, low, high, problem, config):
+    """The tile, summed again if hidden values spoiled it."""
+    layout: gl.constexpr = out.type.layout
+    low_key = low * config.BLOCK_N
+    high_key = min(high * config.BLOCK_N, problem.keys)
+    head = (head_q // problem.group).to(gl.int64)
+    k_place = batch.to(gl.int64) * problem.k_batch + head * problem.k_head
+    v_place = batch.to(gl.int64) * problem.v_batch + head * problem.v_head
+    values: gl.constexpr = gl.SliceLayout(0, layout)
+    if hides_infinities(first, low_key, high_key, v_place, problem, config, values) != 0:
+        out = summed_again(
+            q, shift, inverse, first, low_key, high_key, k_place, v_place, problem, config, layout
+        )
+    return out
 
 
 @gluon.jit
@@ -584,7 +639,12 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, config, WARPGROUP: gl.c
             acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
         barrier_arrive(config.V_BARRIER + last, config.RELEASE)
-        out = finish(acc, top, total, batch, head_q, first, problem, config)
+        out, shift, inverse = finish(acc, top, total, batch, head_q, first, problem, config)
+        if config.REPAIRS:
+            if is_spoiled(out) != 0:
+                out = repaired(
+                    out, q_slot, shift, inverse, batch, head_q, first, low, high, problem, config
+                )
         place = q_slot
         if config.DEPTH_V != config.DEPTH:
             place = q_slot._reinterpret(q_slot.dtype, [ROWS, config.DEPTH_V], place_layout)
@@ -623,6 +683,8 @@ def attention_forward(
     o_map,
     stats,
     sink,
+    k,
+    v,
     scale,
     rows,
     keys,
@@ -632,9 +694,17 @@ def attention_forward(
     heads,
     heads_q,
     group,
+    depth,
+    depth_v,
     stats_batch,
     stats_head,
     stats_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
     BLOCK_N: gl.constexpr,
     DEPTH: gl.constexpr,
     DEPTH_V: gl.constexpr,
@@ -650,6 +720,7 @@ def attention_forward(
     HAS_RIGHT: gl.constexpr,
     RIGHT_LOOP: gl.constexpr,
     FIRST_MASKED: gl.constexpr,
+    REPAIRS: gl.constexpr,
     HAS_STATS: gl.constexpr,
     STATS_LOG2: gl.constexpr,
     HAS_SINK: gl.constexpr,
@@ -670,6 +741,7 @@ def attention_forward(
         HAS_RIGHT,
         RIGHT_LOOP,
         FIRST_MASKED,
+        REPAIRS,
         HAS_STATS,
         STATS_LOG2,
         HAS_SINK,
@@ -689,6 +761,16 @@ def attention_forward(
         stats_head,
         stats_row,
         sink,
+        k,
+        v,
+        k_batch,
+        k_head,
+        k_row,
+        v_batch,
+        v_head,
+        v_row,
+        depth,
+        depth_v,
     )
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], q_map.dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DEPTH], q_map.dtype)

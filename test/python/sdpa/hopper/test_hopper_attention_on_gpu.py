@@ -347,6 +347,30 @@ def test_a_tail_reads_no_other_head() -> None:
 
 
 @pytest.mark.L0
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("left", [None, 130])
+def test_what_a_hidden_key_or_value_holds_reaches_no_row(size: int, left: int | None) -> None:
+    # A probability of 0 times NaN or infinity is NaN: such tiles are computed again.
+    band = (left, 0, "top_left")
+    tensors = draw(14, (2, 2), (600, 600), (size, size), batch=1)
+    wanted, _ = expected(tensors, band)
+    at, last = 300, 600 if left is None else 300 + 130
+    tensors["v"][0, 0, at, 3] = torch.nan
+    tensors["v"][0, 0, at, 5] = torch.inf
+    tensors["k"][0, 1, at] = torch.nan
+    declare(tensors, band).execute(tensors)
+    got = tensors["o"].double()
+    sees = torch.zeros(600, dtype=torch.bool, device="cuda")
+    sees[at:last] = True
+    bound = TOLERANCE[torch.bfloat16]
+    assert (got - wanted)[0, :, ~sees].abs().max() <= bound
+    others = [column for column in range(size) if column not in (3, 5)]
+    assert (got - wanted)[0, 0][:, others].abs().max() <= bound
+    assert torch.isnan(got[0, 0, sees, 3]).all() and torch.isinf(got[0, 0, sees, 5]).all()
+    assert torch.isnan(got[0, 1, sees]).all()
+
+
+@pytest.mark.L0
 def test_a_refused_call_launches_nothing(call: Any) -> None:
     # L1: an address that no tensor map takes, a wrong type, a short buffer.
     graph, tensors = call
