@@ -21,6 +21,8 @@ from tilewright.engines.aten.dropout import PhiloxDropout, Region, Word
 
 Tensor = torch.Tensor
 Operands = Mapping[str, Tensor]
+# Elements of a dropout mask that are made at a time for a dump: 2 MiB of int64 counters.
+_DUMP_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ def one_batch(operand: Tensor, batch: int) -> Tensor:
 def dump_keep(philox: PhiloxDropout, output: Tensor) -> None:
     """Write 1 where dropout keeps an element of (B, Hq, Sq, Skv) and 0 elsewhere."""
     batches, heads, rows, keys = output.shape
-    step = max(1, (1 << 18) // max(keys, 1))
+    step = max(1, _DUMP_ELEMENTS // max(keys, 1))
     for batch in range(batches):
         for head in range(heads):
             for row in range(0, rows, step):
