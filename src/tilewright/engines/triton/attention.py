@@ -15,6 +15,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
+from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, slot_numbers
 from tilewright.engines.triton.attention_addresses import sequence_length
@@ -29,7 +30,12 @@ from tilewright.engines.triton.attention_config import (
     choose_decode_config,
 )
 from tilewright.engines.triton.attention_decode import decode_plan
-from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
+from tilewright.engines.triton.attention_loop import (
+    attend,
+    attend_ahead,
+    load_piece,
+    scalar_value,
+)
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, row_offsets, store_rows
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
@@ -40,7 +46,7 @@ from tilewright.graph.graph import DeclaredGraph
 
 @triton.jit
 def attention_forward(
-    q, k, v, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
+    q, k, v, k_map, v_map, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
     len_q, len_kv, k_table, v_table,
     q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, drop_scale, seed, offset,
@@ -73,6 +79,7 @@ def attention_forward(
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -176,7 +183,18 @@ def attention_forward(
             start, stop = full_start, full_end
         else:
             start, stop = full_end, end
-        if part != 0 or HAS_LEFT:
+        if part == 0 and not HAS_LEFT:
+            pass
+        elif part == 1 and IS_AHEAD:
+            if first < end:
+                acc, acc_2, total, top = attend_ahead(
+                    acc, acc_2, total, top, query, query_2, k_at, v_at, k_map, v_map,
+                    k_row, v_row, k_col, v_col, batch, key_head, full_start, full_end, end,
+                    row[:, None], count_kv, shift, left, right, factor,
+                    D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT,
+                    HAS_LEFT, HAS_RIGHT,
+                )  # fmt: skip
+        elif part != 2 or not IS_AHEAD:
             acc, acc_2, total, top = attend(
                 acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
                 k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
@@ -249,8 +267,16 @@ def _forward(
 ) -> KernelPlan:
     arguments = KernelArguments(slots)
     add_forward_operands(arguments, spec, is_aligned=is_aligned)
+    plain = not (spec.changes_scores or spec.has_philox or spec.has_drop_mask)
+    plain = plain and not (spec.has_block_mask or spec.is_paged)
+    is_ahead = plain and arguments.constants["FOLDS_SCALE"]
     arguments.constant(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, LAST_FIRST=spec.right is not None
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        LAST_FIRST=spec.right is not None,
+        IS_AHEAD=is_ahead and spec.data_type is not DataType.FLOAT,
+        k_map=None,
+        v_map=None,
     )
     tiles = triton.cdiv(spec.rows, config.block_m)
     grid = (tiles * spec.heads_q * spec.batch, 1, 1)
