@@ -5,42 +5,12 @@ from __future__ import annotations
 from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.operation import Operation, walk
-from tilewright.graph.operations.attention import AttentionMethods
-from tilewright.graph.operations.batchnorm import BatchnormMethods
-from tilewright.graph.operations.block_scale import BlockScaleMethods
-from tilewright.graph.operations.convolution import ConvolutionMethods
-from tilewright.graph.operations.genstats import GenstatsMethods
-from tilewright.graph.operations.matmul import MatmulMethods
-from tilewright.graph.operations.moe import MoeMethods
-from tilewright.graph.operations.normalization import NormalizationMethods
-from tilewright.graph.operations.normalization_backward import NormalizationBackwardMethods
-from tilewright.graph.operations.pointwise_backward import PointwiseBackwardMethods
-from tilewright.graph.operations.pointwise_binary import PointwiseBinaryMethods
-from tilewright.graph.operations.pointwise_unary import PointwiseUnaryMethods
-from tilewright.graph.operations.reduction import ReductionMethods
-from tilewright.graph.operations.rope import RopeMethods
-from tilewright.graph.operations.shape import ShapeMethods
+from tilewright.graph.operations.late import OperationMethods
 from tilewright.graph.shapes import self_overlaps, span_elements
 from tilewright.graph.tensor import INT64_MAX, MAX_RANK, Tensor, packed_strides
 
 
-class DeclaredGraph(
-    AttentionMethods,
-    BatchnormMethods,
-    BlockScaleMethods,
-    ConvolutionMethods,
-    GenstatsMethods,
-    MatmulMethods,
-    MoeMethods,
-    NormalizationBackwardMethods,
-    NormalizationMethods,
-    PointwiseBackwardMethods,
-    PointwiseBinaryMethods,
-    PointwiseUnaryMethods,
-    ReductionMethods,
-    RopeMethods,
-    ShapeMethods,
-):
+class DeclaredGraph(OperationMethods):
     """A graph of tensor operations, declared but not planned.
 
     Operations are kept in declaration order, which is also the order they run in.

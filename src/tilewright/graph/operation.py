@@ -191,7 +191,10 @@ def operation_kind(kind: str) -> Callable[[type[OperationType]], type[OperationT
 
 
 def operation_kinds() -> dict[str, type[Operation]]:
-    """Every registered operation record by kind."""
+    """Every operation record by kind."""
+    from tilewright.graph.operations.late import load_families
+
+    load_families()
     return dict(_KINDS)
 
 
