@@ -1,42 +1,37 @@
 """Draw mutants of numeric code: one changed operator, number or branch each (Cosmic Ray's).
 
     pip install cosmic-ray
-    python test/mutation/mutants.py --count 200 --seed 1 --output mutants.json
+    python test/mutation/mutants.py --lines lines.json --output mutants.json
 
-A mutant whose syntax tree is the original's but for annotations and docstrings changes nothing
-and is not drawn. run.py runs the tests against each.
+Drawn evenly over all changes that Cosmic Ray can make in the files of subjects.py, but for those
+that README.md lists (``excluded`` here) and those that leave the syntax tree as it is but for
+annotations and docstrings. ``lines.json`` is what lines.py writes: a mutant's tests are those
+that run the changed statement, its own folder's first, short ones first. run.py runs them. With
+``--again`` the mutants are those of an earlier results.csv, in the code as it is now.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import json
 import random
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# Files of numeric code, and the tests that are to notice a change there.
-SUBJECTS: dict[str, str] = {
-    "src/tilewright/engines/aten/attention*.py": "test/python/sdpa",
-    "src/tilewright/engines/aten/dropout.py": "test/python/sdpa",
-    "src/tilewright/engines/aten/matmul.py": "test/python/matmul",
-    "src/tilewright/engines/aten/convolution.py": "test/python/conv",
-    "src/tilewright/engines/aten/normalization*.py": "test/python/norm/aten",
-    "src/tilewright/engines/aten/batchnorm.py": "test/python/batchnorm",
-    "src/tilewright/engines/aten/pointwise*.py": "test/python/pointwise",
-    "src/tilewright/engines/aten/reduction.py": "test/python/reduction",
-    "src/tilewright/engines/aten/shape.py": "test/python/shape",
-    "src/tilewright/engines/aten/rope.py": "test/python/rope/aten",
-    "src/tilewright/engines/aten/block_scale.py": "test/python/block_scale",
-    "src/tilewright/engines/aten/moe.py": "test/python/moe",
-    "src/tilewright/engines/aten/casts.py": "test/python/pointwise test/python/matmul "
-    "test/python/block_scale",
-    "src/tilewright/graph/shapes.py": "test/python/core/graph test/python/core/launch",
-    "src/tilewright/launch/binder.py": "test/python/core/launch test/python/core/planning",
-    "src/tilewright/launch/workspace.py": "test/python/core/launch test/python/core/planning",
-}
+from subjects import CUTS, DEVICE_ONLY, ROOT, subject_files
+
+# What the tests of one mutant may take in all, as measured without one.
+TESTS_SECONDS = 40.0
+# A test that takes longer by itself is not asked.
+TEST_SECONDS = 3.0
+# Comparisons that cannot differ: CPython holds small integers, names and enumerators once.
+_SAME_COMPARISONS = ("Eq_Is", "NotEq_IsNot", "Is_Eq", "IsNot_NotEq")
+Span = tuple[int, int, int, int]
+Site = tuple[str, int, int, int]
 
 
 class _Meaning(ast.NodeTransformer):
@@ -64,8 +59,8 @@ def meaning(code: str) -> str:
     return ast.dump(_Meaning().visit(ast.parse(code)))
 
 
-def sites(code: str) -> list[tuple[str, int]]:
-    """(operator name, occurrence) of every mutation that Cosmic Ray can make in ``code``."""
+def sites(code: str) -> list[Site]:
+    """(operator name, occurrence, line, column) of all that Cosmic Ray can change in ``code``."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -76,44 +71,216 @@ def sites(code: str) -> list[tuple[str, int]]:
         # Parameterized operators are given their cases by a configuration, which there is none of.
         if operator.arguments():
             continue
-        count = sum(len(list(operator().mutation_positions(node))) for node in nodes)
-        found += [(name, occurrence) for occurrence in range(count)]
+        places = (place for node in nodes for place in operator().mutation_positions(node))
+        for occurrence, ((line, column), _) in enumerate(places):
+            found.append((name, occurrence, line, column))
     return found
 
 
-def draw(count: int, seed: int) -> list[dict[str, Any]]:
-    """``count`` distinct mutants that change what their file means, drawn evenly over all sites."""
+def excluded(name: str, code: str) -> list[tuple[str, Span]]:
+    """Where no mutant is drawn, each with its reason; README.md has more words."""
+    tree = ast.parse(code)
+    found: list[tuple[str, Span]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise):
+            found.append(("text of a refusal", _span(node)))
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if node.name in DEVICE_ONLY.get(name, ()):
+                found.append(("runs on a GPU only", _span(node)))
+            for decorator in node.decorator_list:
+                if any(word in ast.unparse(decorator) for word in ("dataclass", "cache")):
+                    line, _, *end = _span(decorator)
+                    found.append(("decorator", (line, 0, end[0], end[1])))
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
+            found.append(("strict of zip", _span(node)))
+        elif isinstance(node, ast.Compare) and _is_device_type(node.left):
+            found.append(("type of the device", _span(node)))
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            if statement.targets[0].id in CUTS:
+                found.append(("sets how work is cut", _span(statement)))
+            elif _is_type(statement.value):
+                found.append(("name of a type", _span(statement)))
+    return found
+
+
+def _is_device_type(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node).endswith("device.type")
+
+
+def _is_type(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) or (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and _is_type(node.left)
+    )
+
+
+def _span(node: ast.expr | ast.stmt | ast.keyword) -> Span:
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _reason(line: int, column: int, spans: Iterable[tuple[str, Span]]) -> str | None:
+    for reason, (a, b, c, d) in spans:
+        if (a, b) <= (line, column) < (c, d):
+            return reason
+    return None
+
+
+def statement_lines(code: str, line: int) -> tuple[set[int], bool]:
+    """Lines of the innermost statement at ``line`` (of its head, if it has a body).
+
+    The second value is whether it runs when the module is imported.
+    """
+    best: tuple[int, set[int], bool] | None = None
+
+    def visit(node: ast.AST, at_import: bool) -> None:
+        nonlocal best
+        for child in ast.iter_child_nodes(node):
+            inner = at_import and not isinstance(node, ast.FunctionDef)
+            if isinstance(child, ast.stmt | ast.ExceptHandler):
+                body = getattr(child, "body", None)
+                first = min([child.lineno, *(d.lineno for d in _decorators(child))])
+                last = child.end_lineno or 0
+                if body and first <= line < body[0].lineno:
+                    last = body[0].lineno - 1
+                if first <= line <= last and (best is None or last - first <= best[0]):
+                    best = (last - first, set(range(first, last + 1)), inner)
+            visit(child, inner)
+
+    visit(ast.parse(code), True)
+    return (best[1], best[2]) if best else ({line}, True)
+
+
+def _decorators(node: ast.AST) -> list[ast.expr]:
+    return getattr(node, "decorator_list", [])
+
+
+class Chooser:
+    """The tests of a mutant, from what lines.py recorded."""
+
+    def __init__(self, records: dict[str, Any]) -> None:
+        self._runs: dict[str, list[tuple[str, float, set[int]]]] = {}
+        for test, record in records.items():
+            if record["seconds"] > TEST_SECONDS:
+                continue
+            for name, lines in record["lines"].items():
+                self._runs.setdefault(name, []).append((test, record["seconds"], set(lines)))
+
+    def choose(self, name: str, own: str, code: str, line: int) -> list[str]:
+        """Tests that run the statement at ``line``, own ones first, then by time."""
+        lines, at_import = statement_lines(code, line)
+        found = [
+            (not test.startswith(own), seconds, test)
+            for test, seconds, run in self._runs.get(name, [])
+            if at_import or not lines.isdisjoint(run)
+        ]
+        chosen, total = [], 0.0
+        for _, seconds, test in sorted(found):
+            total += seconds
+            if total > TESTS_SECONDS:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def mutant(name: str, own: str, code: str, site: Site, tests: Chooser) -> dict[str, Any] | None:
+    """The record of a mutant that run.py reads; None if nothing is changed."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    sources: dict[str, tuple[str, str]] = {}
-    for pattern, tests in SUBJECTS.items():
-        for path in sorted(ROOT.glob(pattern)):
-            sources[str(path.relative_to(ROOT))] = (path.read_text(), tests)
-    every = [(name, *site) for name, (code, _) in sources.items() for site in sites(code)]
+    operator, occurrence, line, _ = site
+    changed = mutate_code(code, get_operator(operator)(), occurrence)
+    try:
+        if changed is None or meaning(changed) == meaning(code):
+            return None
+    except SyntaxError:
+        return None
+    first, before, after = _changed_lines(code, changed)
+    return {
+        "file": name,
+        "operator": operator.removeprefix("core/"),
+        "occurrence": occurrence,
+        "change": _change(code, changed),
+        "first": first,
+        "before": before,
+        "after": after,
+        "tests": tests.choose(name, own, code, line),
+    }
+
+
+def population() -> tuple[dict[str, tuple[str, str]], list[tuple[str, Site]], Counter[str]]:
+    """File -> (code, own tests); every site that may be drawn; how many others, by reason."""
+    sources = {name: ((ROOT / name).read_text(), own) for name, own in subject_files().items()}
+    every = []
+    left_out: Counter[str] = Counter()
+    for name, (code, _) in sources.items():
+        spans = excluded(name, code)
+        for site in sites(code):
+            reason = _reason(site[2], site[3], spans)
+            if site[0].endswith(_SAME_COMPARISONS):
+                reason = "is for =="
+            if reason is None:
+                every.append((name, site))
+            else:
+                left_out[reason] += 1
+    return sources, every, left_out
+
+
+def draw(count: int, seed: int, tests: Chooser) -> list[dict[str, Any]]:
+    """``count`` distinct mutants, drawn evenly over all sites."""
+    sources, every, _ = population()
     random.Random(seed).shuffle(every)
     mutants: list[dict[str, Any]] = []
-    for name, operator, occurrence in every:
+    for name, site in every:
         if len(mutants) == count:
             break
-        code, tests = sources[name]
-        changed = mutate_code(code, get_operator(operator)(), occurrence)
-        try:
-            if changed is None or meaning(changed) == meaning(code):
-                continue
-        except SyntaxError:
-            continue
-        mutants.append(
-            {
-                "file": name,
-                "operator": operator.removeprefix("core/"),
-                "occurrence": occurrence,
-                "change": _change(code, changed),
-                "code": changed,
-                "tests": tests,
-            }
-        )
+        code, own = sources[name]
+        made = mutant(name, own, code, site, tests)
+        if made is not None:
+            mutants.append(made)
     return mutants
+
+
+def draw_again(results: Path, tests: Chooser) -> list[dict[str, Any]]:
+    """The mutants of an earlier results.csv: the same change of the same line, by its text.
+
+    Raises:
+        KeyError: for one whose line is not there any more.
+    """
+    sources, every, _ = population()
+    mutants = []
+    with results.open() as file:
+        for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            name, operator = row["file"], row["operator"]
+            code, own = sources[name]
+            found = [site for file, site in every if (file, site[0]) == (name, f"core/{operator}")]
+            # Where the code has not moved it is the first one.
+            found.sort(key=lambda site: abs(site[1] - int(row["occurrence"])))
+            made = (mutant(name, own, code, site, tests) for site in found)
+            text = _text(row["change"])
+            same = next((entry for entry in made if entry and _text(entry["change"]) == text), None)
+            if same is None:
+                raise KeyError(
+                    f"{name}: {operator}: {row['change']}: the line is not there any more"
+                )
+            mutants.append(same)
+    return mutants
+
+
+def _text(change: str) -> str:
+    """A change without its line number."""
+    return change.partition(": ")[2]
+
+
+def _changed_lines(before: str, after: str) -> tuple[int, list[str], list[str]]:
+    """The first line (from 0) that differs, and the differing lines of both."""
+    old, new = before.split("\n"), after.split("\n")
+    first = 0
+    while old[first] == new[first]:
+        first += 1
+    last = 0
+    while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
+        last += 1
+    return first, old[first : len(old) - last], new[first : len(new) - last]
 
 
 def _change(before: str, after: str) -> str:
@@ -127,11 +294,22 @@ def _change(before: str, after: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", type=Path, nargs="+", required=True)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", type=Path, help="a results.csv to take the mutants from")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    mutants = draw(arguments.count, arguments.seed)
+    _, every, left_out = population()
+    print(f"{len(every)} sites; left out: {dict(left_out.most_common())}")
+    records: dict[str, Any] = {}
+    for path in arguments.lines:
+        records |= json.loads(path.read_text())
+    tests = Chooser(records)
+    if arguments.again:
+        mutants = draw_again(arguments.again, tests)
+    else:
+        mutants = draw(arguments.count, arguments.seed, tests)
     arguments.output.write_text(json.dumps(mutants))
     print(f"{len(mutants)} mutants in {arguments.output}")
 

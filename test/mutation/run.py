@@ -1,138 +1,293 @@
-"""Run the L0 and L1 tests against each mutant, and say which mutants no test notices.
+"""Run the tests of each mutant, and say which mutants no test notices.
 
     python test/mutation/run.py mutants.json --jobs 16 --output results.csv
 
-Each job works in a copy of the tree of its own. A mutant is killed if its tests fail, crash, or
-take longer than the limit. Every set of tests also runs once on the code as it is, and must pass.
+A run forks this process, which has imported torch and pytest but nothing of the package, so a
+mutant costs its tests and little more. The fork imports the changed module in place of the file.
+A mutant is killed if one of its tests fails, crashes or takes longer than the limit. Before, all
+tests that are named run once on the code as it is; one that fails then is not asked again.
 The exit status is 1 if less than 90% are killed, 2 if tests fail without a mutant.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import csv
+import importlib.machinery
+import importlib.util
 import json
 import os
-import queue
-import shutil
-import subprocess
+import resource
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 110
+SOURCE = ROOT / "src"
+LIMIT_SECONDS = 60
+MEMORY_BYTES = 7 << 30
 WANTED_SHARE = 0.9
-AS_IT_IS = "none"
 
 
-def copy_tree(folder: Path) -> Path:
-    """A copy of what the tests need, without bytecode."""
-    tree = folder / "tree"
-    ignore = shutil.ignore_patterns("__pycache__", ".venv", ".git", "results")
-    for name in ("src", "test", "examples", "docs", "benchmark"):
-        shutil.copytree(ROOT / name, tree / name, ignore=ignore)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, tree / name)
-    return tree
+class _Selection:
+    """A pytest plugin: runs the named tests in their order, and remembers which one failed."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._order = {test: number for number, test in enumerate(tests)}
+        self.failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid in self._order]
+        items.sort(key=lambda item: self._order[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(f"collection of {report.nodeid}")
 
 
-def judge(mutant: dict[str, Any], trees: queue.Queue[Path]) -> dict[str, Any]:
-    """Apply, test, restore."""
-    tree = trees.get()
-    path = tree / mutant["file"]
-    original = path.read_text()
-    started = time.monotonic()
+class _ChangedModule(importlib.machinery.SourceFileLoader):
+    """Imports one module from other code than its file's."""
+
+    def __init__(self, name: str, path: str, code: str) -> None:
+        super().__init__(name, path)
+        self._code = code
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = compile(self._code, self.path, "exec", dont_inherit=True)
+        return code
+
+
+@dataclass
+class Run:
+    """One fork: what it is to do, and what came of it."""
+
+    tests: list[str]
+    mutant: dict[str, Any] | None = None
+    stop_at_first: bool = True
+    started: float = 0.0
+    seconds: float = 0.0
+    status: int | None = None
+    failed: list[str] | None = None
+
+    @property
+    def outcome(self) -> tuple[str, str]:
+        """(killed or survived, the evidence)."""
+        if not self.tests:
+            return "survived", "no test runs it"
+        if self.status is None:
+            return "killed", f"over {LIMIT_SECONDS} s"
+        if self.failed:
+            return "killed", self.failed[0]
+        if self.status == 0:
+            return "survived", f"{len(self.tests)} tests pass"
+        return "killed", f"wait status {self.status}"
+
+
+def run_all(runs: Sequence[Run], jobs: int, deadline: float) -> list[Run]:
+    """Run each in a fork, ``jobs`` at a time; those that were done by ``deadline``."""
+    import pytest
+    import torch
+
+    # Imported once, for all forks.
+    assert pytest.__version__ and torch.__version__
+    waiting = iter(runs)
+    active: dict[int, tuple[Run, Any]] = {}
+    done: list[Run] = []
+    more = True
+    while True:
+        while more and len(active) < jobs and time.monotonic() < deadline:
+            run = next(waiting, None)
+            if run is None:
+                more = False
+            elif not run.tests:
+                done.append(run)
+            else:
+                report = tempfile.TemporaryFile()  # noqa: SIM115
+                active[_fork(run, report)] = (run, report)
+        if not active:
+            return done
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            run, report = active.pop(pid)
+            run.status, run.seconds = status, time.monotonic() - run.started
+            report.seek(0)
+            text = report.read().decode(errors="replace")
+            run.failed = json.loads(text) if text.endswith("]") else []
+            done.append(run)
+            continue
+        now = time.monotonic()
+        for pid, (run, _) in list(active.items()):
+            if now > deadline or now - run.started > LIMIT_SECONDS:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                del active[pid]
+                run.seconds = now - run.started
+                if now <= deadline:
+                    done.append(run)
+        if now > deadline:
+            return done
+        time.sleep(0.01)
+
+
+def _fork(run: Run, report: Any) -> int:
+    run.started = time.monotonic()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 99
     try:
-        path.write_text(mutant["code"])
-        outcome, evidence = run_tests(tree, mutant["tests"].split())
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        status, failed = _run_pytest(run)
+        report.write(json.dumps(failed).encode())
+        report.flush()
     finally:
-        path.write_text(original)
-        trees.put(tree)
-    shown = {name: mutant[name] for name in ("file", "operator", "occurrence", "change")}
-    seconds = f"{time.monotonic() - started:.0f}"
-    return {**shown, "outcome": outcome, "seconds": seconds, "evidence": evidence}
+        os._exit(status)
 
 
-def as_it_is(tests: str) -> dict[str, Any]:
-    """A mutant that changes nothing, to see the tests pass."""
-    path = "src/tilewright/_version.py"
-    code = (ROOT / path).read_text()
-    shown = {"file": path, "operator": AS_IT_IS, "occurrence": 0, "change": tests}
-    return {**shown, "code": code, "tests": tests}
+def _run_pytest(run: Run) -> tuple[int, list[str]]:
+    import pytest
+
+    if run.mutant is not None:
+        path = ROOT / run.mutant["file"]
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        code = mutated(run.mutant)
+        assert code is not None
+        sys.meta_path.insert(0, _ChangedModule(name, str(path), code))
+    selection = _Selection(run.tests)
+    files = sorted({test.partition("::")[0] for test in run.tests})
+    command = [
+        "-q",
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--assert=plain",
+    ]
+    command += ["-m", "L0 or L1", *(["-x"] if run.stop_at_first else []), *files]
+    status = int(pytest.main(command, plugins=[selection]))
+    return status, selection.failed
 
 
-def run_tests(tree: Path, tests: list[str]) -> tuple[str, str]:
-    """(killed, timeout or survived; the failing test)."""
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    environment |= {"TILEWRIGHT_NO_ISOLATION": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "L0 or L1", "-k", "not triton and not memory", *tests]
-    try:
-        child = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return "killed", f"over {LIMIT_SECONDS} s"
-    if child.returncode == 0:
-        return "survived", ""
-    lines = child.stdout.splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return "killed", (failed or lines[-1:] or ["no output"])[0][:160]
+def mutated(mutant: dict[str, Any]) -> str | None:
+    """The file with the mutant's lines in place of its own; None if those are not there."""
+    lines = (ROOT / mutant["file"]).read_text().split("\n")
+    first, before = mutant["first"], mutant["before"]
+    places = range(len(lines) - len(before) + 1)
+    for place in sorted(places, key=lambda place: abs(place - first)):
+        if lines[place : place + len(before)] == before and (before or place == first):
+            lines[place : place + len(before)] = mutant["after"]
+            return "\n".join(lines)
+    return None
+
+
+def without_mutants(tests: Sequence[str], jobs: int, deadline: float) -> list[str]:
+    """Tests that fail, or were not seen to pass, on the code as it is."""
+    by_file: dict[str, list[str]] = {}
+    for test in tests:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    parts = []
+    for group in by_file.values():
+        size = max(1, len(group) // 4) if len(group) > 200 else len(group)
+        parts += [group[first : first + size] for first in range(0, len(group), size)]
+    parts.sort(key=len, reverse=True)
+    runs = [Run(part, stop_at_first=False) for part in parts]
+    run_all(runs, jobs, deadline)
+    wrong: list[str] = []
+    for run in runs:
+        if run.status is None or (run.status and not run.failed):
+            wrong += run.tests
+        wrong += run.failed or []
+    return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mutants", type=Path)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=int, default=10**6, help="start no mutant after this")
+    parser.add_argument("--seconds", type=float, default=10.0**6, help="give up after this")
     arguments = parser.parse_args()
-    mutants = json.loads(arguments.mutants.read_text())
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        trees: queue.Queue[Path] = queue.Queue()
-        for number in range(arguments.jobs):
-            place = Path(folder) / str(number)
-            place.mkdir()
-            trees.put(copy_tree(place))
-        unchanged = [as_it_is(tests) for tests in sorted({m["tests"] for m in mutants})]
-        pool = concurrent.futures.ThreadPoolExecutor(arguments.jobs)
-        pending = [pool.submit(judge, mutant, trees) for mutant in (*unchanged, *mutants)]
-        done, late = concurrent.futures.wait(pending, timeout=arguments.seconds)
-        pool.shutdown(wait=False, cancel_futures=True)
-        results = [future.result() for future in done if not future.cancelled()]
-        shutil.rmtree(folder, ignore_errors=True)
-    wrong = [r for r in results if r["operator"] == AS_IT_IS and r["outcome"] == "killed"]
-    for result in wrong:
-        print(f"tests fail without a mutant: {result['change']}: {result['evidence']}")
-    results = [result for result in results if result["operator"] != AS_IT_IS]
-    print(f"{len(late)} runs were not finished in time")
-    results.sort(key=lambda result: (result["outcome"] == "killed", result["file"]))
+    deadline = started + arguments.seconds
+    prepare_process()
+    mutants = json.loads(arguments.mutants.read_text())
+    named = sorted({test for mutant in mutants for test in mutant["tests"]})
+    wrong = set(without_mutants(named, arguments.jobs, deadline))
+    for test in sorted(wrong):
+        print(f"fails without a mutant, not asked: {test}")
+    print(f"{len(named)} tests without a mutant: {time.monotonic() - started:.0f} s", flush=True)
+    runs = []
+    for mutant in mutants:
+        if mutated(mutant) is None:
+            print(f"not judged, its line is not there: {mutant['file']}: {mutant['change']}")
+            continue
+        runs.append(Run([test for test in mutant["tests"] if test not in wrong], mutant))
+    # The longest first, so that none is left for the end.
+    runs.sort(key=lambda run: -len(run.tests))
+    done = run_all(runs, arguments.jobs, deadline)
+    results = [dict(_row(run)) for run in done]
+    results.sort(key=lambda row: (row["outcome"] == "killed", row["file"], row["change"]))
     with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(results[0]))
+        import torch
+
+        python = ".".join(str(part) for part in sys.version_info[:3])
+        file.write(f"# torch {torch.__version__}, Python {python}, {arguments.jobs} jobs\n")
+        writer = csv.DictWriter(file, list(results[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(results)
-    killed = sum(result["outcome"] == "killed" for result in results)
+    killed = sum(row["outcome"] == "killed" for row in results)
+    late = len(runs) - len(done)
+    if late:
+        print(f"{late} of {len(runs)} mutants were not judged in time")
     print(f"{killed} of {len(results)} mutants killed in {time.monotonic() - started:.0f} s")
-    for result in results:
-        if result["outcome"] == "survived":
-            print(f"survived: {result['file']}: {result['operator']}: {result['change']}")
+    for row in results:
+        if row["outcome"] == "survived":
+            print(f"survived: {row['file']}: {row['operator']}: {row['change']}")
     if wrong:
         return 2
-    return 0 if killed >= WANTED_SHARE * len(results) else 1
+    return 0 if killed >= WANTED_SHARE * len(mutants) else 1
+
+
+def prepare_process() -> None:
+    """What forks inherit: one thread, no GPU, no isolation, the package of this tree."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["TILEWRIGHT_NO_ISOLATION"] = "1"
+    os.environ["PYTHONPATH"] = str(SOURCE)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(SOURCE))
+
+
+def _row(run: Run) -> Iterator[tuple[str, Any]]:
+    assert run.mutant is not None
+    for name in ("file", "operator", "occurrence", "change"):
+        yield name, run.mutant[name]
+    outcome, evidence = run.outcome
+    yield "outcome", outcome
+    yield "seconds", f"{run.seconds:.1f}"
+    yield "evidence", evidence[:160]
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    # Runs that are late are left behind.
-    os._exit(status)
+    sys.exit(main())
