@@ -16,13 +16,32 @@ if TYPE_CHECKING:
     from tilewright.testing.verify.case import Family
     from tilewright.testing.verify.results import Check, Report
 
-_FAMILIES = ("attention", "norms", "rms_norm", "layer_norm", "matmul", "rope", "pointwise", "all")
-_EPILOG = """\
-FAMILY is one of: attention, rms_norm, layer_norm, norms (both), matmul, rope, pointwise, all.
+# Known without an import of torch; a test holds them to the families that there are.
+_FAMILIES = (
+    "attention",
+    "attention_backward",
+    "attention_ragged",
+    "attention_paged",
+    "rms_norm",
+    "layer_norm",
+    "rms_norm_backward",
+    "layer_norm_backward",
+    "matmul",
+    "grouped_matmul",
+    "convolution",
+    "convolution_backward",
+    "rope",
+    "pointwise",
+    "reduction",
+    "norms",
+    "all",
+)
+_EPILOG = f"""\
+FAMILY is one of: {", ".join(_FAMILIES[:8])},
+{", ".join(_FAMILIES[8:15])}, norms (all four), all.
 --target names what to examine: package.module:callable or file.py:callable. How it is called:
 tilewright verify FAMILY --signature. PyTorch's own functions are
-tilewright.testing.verify.adapters:torch_sdpa, torch_rms_norm, torch_layer_norm, torch_matmul,
-torch_rope and torch_pointwise.
+tilewright.testing.verify.adapters:torch_sdpa for attention, and torch_FAMILY for the others.
 
 exit status:
   0  every check held, was declined, or deviates as the callable says of itself
@@ -123,7 +142,12 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
     from tilewright.planning.table import ENGINE_TABLE
     from tilewright.testing.verify.results import Report
     from tilewright.testing.verify.running import cases_of, run_family
-    from tilewright.testing.verify.subjects import callable_maker, engine_maker, load_target
+    from tilewright.testing.verify.subjects import (
+        callable_maker,
+        does_without,
+        engine_maker,
+        load_target,
+    )
 
     handle = options.handle_of(arguments)
     device = default_device() if handle is None else handle.device
@@ -136,6 +160,7 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
             fail(f"--target {error}")
         subject, make = arguments.target, callable_maker(target)
         keywords["deviations"] = getattr(target, "verify_deviations", {})
+        keywords["left_out"] = does_without(target, families[0])
     else:
         engines = [entry.name for entry in ENGINE_TABLE]
         if arguments.engine is not None and arguments.engine not in engines:

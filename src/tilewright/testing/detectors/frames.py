@@ -13,7 +13,6 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.testing.detectors.guards import NAN_PATTERN, guarded
-from tilewright.testing.detectors.replay import change
 from tilewright.testing.detectors.subject import Operands, Subject, Tensors, as_subject, named
 from tilewright.testing.detectors.verdict import Rule, Verdict, asserting
 from tilewright.testing.detectors.wide import different
@@ -76,8 +75,8 @@ def frame_independence(target: Any, operands: Operands, tolerance: float | None 
     subject = as_subject(target)
     first = named(operands)
     second = {name: tensor.clone() for name, tensor in first.items()}
-    for tensor in second.values():
-        change(tensor)
+    for name, tensor in second.items():
+        subject.change(name, tensor)
     sides = (first, second)
     runs = [_runner(subject, side) for side in sides]
     alone = [{name: r.clone() for name, r in run().items()} for run in runs]

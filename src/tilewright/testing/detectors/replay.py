@@ -49,7 +49,7 @@ def replay_freshness(
     shown: list[str] = []
     for name, tensor in given.items():
         kept = tensor.clone()
-        change(tensor)
+        subject.change(name, tensor)
         new = _fresh(reference, given, alive)
         if different(old, new, tolerance) is not None:
             shown.append(name)
@@ -63,14 +63,6 @@ def replay_freshness(
     if not shown:
         return REPLAY.declined("no change of an operand changes the results")
     return REPLAY.held(f"changes in place of {', '.join(shown)} show in the next launch")
-
-
-def change(tensor: torch.Tensor) -> None:
-    """Other valid values in place: floats are scaled and reversed, other types are reversed."""
-    other = tensor.clone().flatten().flip(0).reshape(tensor.shape)
-    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
-        other = other * 0.5 + (0.0625 if tensor.numel() > 1 else 0.0)
-    tensor.copy_(other)
 
 
 def _fresh(reference: Expected, operands: Tensors, alive: list[Tensors]) -> dict[str, torch.Tensor]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from tilewright.testing.detectors.verdict import Verdict
 
 Tensors = Mapping[str, torch.Tensor]
 Operands = Tensors | Sequence[torch.Tensor]
@@ -56,7 +58,9 @@ class Subject:
 
     ``call(operands)`` returns fresh results by name. ``declare(operands, results)`` gives a
     `Declared` for operands and results of these layouts; None if the code only returns results.
-    ``has_fixed_layout`` tells that it always runs one layout, whatever is declared.
+    ``has_fixed_layout`` tells that it always runs one layout, whatever is declared. ``others`` has
+    other valid values of operands that cannot hold just any (offsets, tables), for detectors that
+    change operands in place. ``artifacts(operands)`` examines what it stores, for L12.
     """
 
     name: str
@@ -64,12 +68,27 @@ class Subject:
     declare: Callable[[Tensors, Tensors], Declared] | None = None
     has_fixed_layout: bool = False
     result_layouts: Callable[[Tensors], dict[str, Layout]] | None = None
+    others: Tensors = field(default_factory=dict)
+    artifacts: Callable[[Tensors], Verdict] | None = None
 
     def layouts(self, operands: Tensors) -> dict[str, Layout]:
         """The results' layouts for these operands; found by a call if nothing tells them."""
         if self.result_layouts is not None:
             return self.result_layouts(operands)
         return {name: Layout.of(result) for name, result in self.call(operands).items()}
+
+    def change(self, name: str, tensor: torch.Tensor) -> None:
+        """Other valid values in place, of the operand ``name``.
+
+        Floats are scaled and reversed, other types are reversed, unless ``others`` tells.
+        """
+        if name in self.others:
+            tensor.copy_(self.others[name])
+            return
+        other = tensor.clone().flatten().flip(0).reshape(tensor.shape)
+        if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            other = other * 0.5 + (0.0625 if tensor.numel() > 1 else 0.0)
+        tensor.copy_(other)
 
 
 def named(operands: Operands) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tilewright.testing.detectors.replay import change
 from tilewright.testing.detectors.subject import Operands, as_subject, named
 from tilewright.testing.detectors.verdict import Rule, Verdict, asserting
 from tilewright.testing.detectors.wide import different
@@ -64,8 +63,8 @@ def stream_order(target: Any, operands: Operands, tolerance: float | None = None
     if device.type != "cuda":
         return STREAM.declined(f"device {device} has no streams")
     target_values = {name: tensor.clone() for name, tensor in given.items()}
-    for tensor in target_values.values():
-        change(tensor)
+    for name, tensor in target_values.items():
+        subject.change(name, tensor)
     expected = subject.call(target_values)
     buffers = {name: tensor.clone() for name, tensor in given.items()}
     subject.call(buffers)

@@ -331,4 +331,4 @@ def for_graph(given: Tensors) -> dict[str, torch.Tensor]:
     return changed
 
 
-FAMILY = Family("attention", SIGNATURE, cases(), _invoke, _keywords, _declare)
+FAMILY = Family("attention", SIGNATURE, cases(), _invoke, _keywords, _declare, for_graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Case:
         wrong: operands that must be refused, in words -> what is changed.
         plain: the plain computation in the operands' own type, where its error is more than a
             type's default tolerance: a result may have twice that error.
+        others: operands -> other valid values of those that cannot hold just any.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     guesses: Mapping[str, Reference] = field(default_factory=dict)
     wrong: Callable[[Tensors], dict[str, dict[str, torch.Tensor]]] | None = None
     plain: Reference | None = None
+    others: Callable[[Tensors], dict[str, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Family:
             into, or None.
         keywords: (operands, options) -> the optional arguments that this call needs.
         declare: (graph, tensors by name, options) -> result tensors by name, for our engines.
+        for_graph: operands -> operands as ``declare`` takes them, where they differ.
+        function: what our engines are called by in place of a graph: a callable of this family that
+            takes ``engine`` too.
+        is_reference_of_graph: False if the references cannot read operands as the graph takes them.
+        saved: operands that a callable may do without, as results that a forward pass saved.
     """
 
     name: str
@@ -62,7 +69,21 @@ class Family:
     cases: tuple[Case, ...]
     invoke: Callable[[Callable[..., Any], Tensors, Mapping[str, Any], Any], dict[str, torch.Tensor]]
     keywords: Callable[[Tensors, Mapping[str, Any]], set[str]]
-    declare: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    declare: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None
+    for_graph: Callable[[Tensors], dict[str, torch.Tensor]] = dict
+    function: Callable[..., Any] | None = None
+    is_reference_of_graph: bool = True
+    saved: tuple[str, ...] = ()
+
+
+def packed_strides(dim: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides without gaps."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(dim):
+        strides.insert(0, step)
+        step *= max(extent, 1)
+    return tuple(strides)
 
 
 def label(dtype: torch.dtype) -> str:

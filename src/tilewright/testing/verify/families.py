@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
-from tilewright.testing.detectors.subject import Tensors
-from tilewright.testing.verify import attention, norms, products
+from tilewright.testing.verify import (
+    attention,
+    attention_backward,
+    convolution,
+    norms,
+    norms_backward,
+    products,
+    reductions,
+    sequences,
+)
 from tilewright.testing.verify.case import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         attention.FAMILY,
+        attention_backward.FAMILY,
+        sequences.RAGGED,
+        sequences.PAGED,
         norms.RMS_NORM,
         norms.LAYER_NORM,
+        norms_backward.RMS_NORM_BACKWARD,
+        norms_backward.LAYER_NORM_BACKWARD,
         products.MATMUL,
+        products.GROUPED_MATMUL,
+        convolution.CONVOLUTION,
+        convolution.CONVOLUTION_BACKWARD,
         products.ROPE,
         products.POINTWISE,
+        reductions.REDUCTION,
     )
 }
 # Names that stand for several.
-GROUPS: dict[str, tuple[str, ...]] = {"norms": ("rms_norm", "layer_norm"), "all": tuple(FAMILIES)}
-
-# How operands are given to a graph, where that differs from how a callable gets them.
-FOR_GRAPH: dict[str, Callable[[Tensors], dict[str, torch.Tensor]]] = {
-    "attention": attention.for_graph,
-    "rms_norm": norms.for_graph,
-    "layer_norm": norms.for_graph,
+GROUPS: dict[str, tuple[str, ...]] = {
+    "norms": ("rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward"),
+    "all": tuple(FAMILIES),
 }

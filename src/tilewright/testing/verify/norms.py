@@ -178,6 +178,7 @@ RMS_NORM = Family(
     _invoke,
     _keywords,
     _declare(False),
+    for_graph,
 )
 LAYER_NORM = Family(
     "layer_norm",
@@ -186,4 +187,5 @@ LAYER_NORM = Family(
     _invoke,
     _keywords,
     _declare(True),
+    for_graph,
 )

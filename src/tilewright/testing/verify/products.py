@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.oracle import matmul as matmul_oracle
+from tilewright.oracle import moe as moe_oracle
 from tilewright.oracle import pointwise as pointwise_oracle
 from tilewright.oracle import rope as rope_oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
@@ -17,6 +18,11 @@ MATMUL_SIGNATURE = """\
 f(a, b, *, out=None) -> c
   a (..., M, K), b (..., K, N), any strides; batch axes broadcast where an extent is 1
   out      c, to write into"""
+GROUPED_SIGNATURE = """\
+f(x, weights, starts, *, out=None) -> y
+  x (T, K), weights (E, K, N), any strides; starts int32 (E + 1,): group e is rows starts[e] to
+  starts[e + 1] of x, and y there is their product with weights[e]; rows of no group are 0
+  out      y (T, N), to write into"""
 ROPE_SIGNATURE = """\
 f(x, freqs, *, out=None) -> y
   x (B, H, S, D); freqs (1 or B, 1, S, D) float32, angles in radians, the halves of the last axis
@@ -84,6 +90,96 @@ def _matmul_invoke(
 ) -> dict[str, torch.Tensor]:
     keywords = {} if out is None else {"out": out}
     return named_results(function(given["a"], given["b"], **keywords), ("c",))
+
+
+def _grouped_expected(shift: int = 0) -> Callable[[Tensors], dict[str, torch.Tensor]]:
+    """``shift`` takes another group's weights."""
+
+    def reference(given: Tensors) -> dict[str, torch.Tensor]:
+        weights = given["weights"].roll(-shift, 0)
+        # A graph's token has an axis more.
+        x = given["x"].reshape(1, *given["x"].shape[-2:])
+        y = moe_oracle.forward(x, weights, given["starts"])
+        return {"y": y.reshape(*given["x"].shape[:-1], -1)}
+
+    return reference
+
+
+def _grouped_wrong(given: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "inner extents that differ": {**given, "weights": given["weights"][:, :-1]},
+        "starts in float32": {**given, "starts": given["starts"].float()},
+    }
+
+
+def _grouped_case(
+    name: str,
+    starts: tuple[int, ...],
+    rows: int,
+    inner: int = 19,
+    columns: int = 7,
+    dtype: torch.dtype = torch.float32,
+    *,
+    level: int = 0,
+    is_detected: bool = False,
+) -> Case:
+    def make(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        groups = len(starts) - 1
+        return {
+            "x": torch.randn(rows, inner, generator=generator).to(dtype),
+            "weights": torch.randn(groups, inner, columns, generator=generator).to(dtype),
+            "starts": torch.tensor(starts, dtype=torch.int32),
+        }
+
+    def others(given: Tensors) -> dict[str, torch.Tensor]:
+        # Ends stay where they are; a group in between grows by a row.
+        changed = list(starts)
+        middle = len(changed) // 2
+        if changed[middle] < changed[-1]:
+            changed[middle:-1] = [max(start, changed[middle] + 1) for start in changed[middle:-1]]
+        return {"starts": torch.tensor(changed, dtype=torch.int32)}
+
+    guesses = {"each group takes the weights of the next one": _grouped_expected(1)}
+    wrong = _grouped_wrong if is_detected else None
+    expected = _grouped_expected()
+    return Case(name, make, {}, expected, level, is_detected, "", guesses, wrong, others=others)
+
+
+def _grouped_cases() -> tuple[Case, ...]:
+    found = [
+        _grouped_case("three groups, one empty", (0, 4, 4, 9), 9, is_detected=True),
+        _grouped_case("one row each", (0, 1, 2, 3), 3),
+        _grouped_case("all rows in the last group", (0, 0, 0, 5), 5),
+        _grouped_case("rows of no group", (0, 2, 5), 8),
+        _grouped_case("no rows in any group", (0, 0, 0), 4),
+        _grouped_case("float16", (0, 3, 9), 9, 40, 9, torch.float16),
+        _grouped_case("bfloat16", (0, 3, 9), 9, 40, 9, torch.bfloat16),
+    ]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        name = f"65 rows, {label(dtype)}"
+        found.append(_grouped_case(name, (0, 1, 64, 65), 65, 64, 65, dtype, level=1))
+    return tuple(found)
+
+
+def _grouped_invoke(
+    function: Callable[..., Any], given: Tensors, options: Mapping[str, Any], out: Any
+) -> dict[str, torch.Tensor]:
+    keywords = {} if out is None else {"out": out}
+    return named_results(
+        function(given["x"], given["weights"], given["starts"], **keywords), ("y",)
+    )
+
+
+def _grouped_declare(
+    graph: Any, tensors: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    operands = (tensors[name] for name in ("x", "weights", "starts"))
+    return {"y": graph.moe_grouped_matmul(*operands)}
+
+
+def _grouped_for_graph(given: Tensors) -> dict[str, torch.Tensor]:
+    """Tokens as (1, T, K), starts as (E + 1, 1, 1)."""
+    return {**given, "x": given["x"][None], "starts": given["starts"].reshape(-1, 1, 1)}
 
 
 def _rope_case(
@@ -219,6 +315,15 @@ MATMUL = Family(
     _matmul_invoke,
     _nothing,
     lambda graph, tensors, options: {"c": graph.matmul(tensors["a"], tensors["b"])},
+)
+GROUPED_MATMUL = Family(
+    "grouped_matmul",
+    GROUPED_SIGNATURE,
+    _grouped_cases(),
+    _grouped_invoke,
+    _nothing,
+    _grouped_declare,
+    _grouped_for_graph,
 )
 ROPE = Family(
     "rope",

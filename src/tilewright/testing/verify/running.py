@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tilewright.testing.detectors.allocation import FilledAllocations
 from tilewright.testing.detectors.artifacts import ARTIFACTS
 from tilewright.testing.detectors.frames import FRAMES
 from tilewright.testing.detectors.guards import NAN_PATTERN
+from tilewright.testing.detectors.refusal import UNTOUCHED
 from tilewright.testing.detectors.subject import Subject, Tensors
 from tilewright.testing.detectors.verdict import Outcome, Verdict
 from tilewright.testing.detectors.wide import WIDE
@@ -55,11 +57,13 @@ def run_family(
     deviations: Mapping[str, str] | None = None,
     is_graph: bool = False,
     engine: str | None = None,
+    left_out: Collection[str] = (),
 ) -> Iterator[list[Check]]:
     """The checks of each case in turn.
 
     Args:
         names: only cases of these names; all if there are none.
+        left_out: saved operands that the subject does without.
         deviations: by a case's tag or a rule, what the subject is known to do otherwise.
         is_graph: the subject declares graphs; ``engine`` is the one that was asked for.
     """
@@ -67,15 +71,24 @@ def run_family(
         # The name is part of the seed, so that a case keeps its numbers when others come or go.
         mixed = random.Random(f"{seed}:{family.name}:{case.name}").getrandbits(63)
         operands = case.make(torch.Generator().manual_seed(mixed))
-        operands = {name: tensor.to(device) for name, tensor in operands.items()}
+        operands = {
+            name: tensor.to(device) for name, tensor in operands.items() if name not in left_out
+        }
         subject = make_subject(family, case)
-        given = operands_for_graph(family, operands) if is_graph else operands
+        as_graph = is_graph and family.function is None
+        given = operands_for_graph(family, operands) if as_graph else operands
+        if case.others is not None:
+            changed = {**operands, **case.others(operands)}
+            others = operands_for_graph(family, changed) if as_graph else changed
+            told = {n: t.to(device) for n, t in others.items() if n in case.others(operands)}
+            subject = dataclasses.replace(subject, others=told)
         known = (deviations or {}).get(case.tag) if case.tag else None
-        values = _check_values(family, case, subject, given, operands, known, is_graph)
+        values = _check_values(family, case, subject, given, operands, known, as_graph)
         checks = [values]
         if case.is_detected and values.status is not Status.DECLINED:
             is_wrong = values.status is not Status.HELD
-            for detector, verdict in _detect(case, subject, given, is_graph, engine, is_wrong):
+            found = _detect(family, case, subject, given, as_graph, engine, is_wrong)
+            for detector, verdict in found:
                 status, text = _STATUS[verdict.outcome], verdict.text
                 known = (deviations or {}).get(verdict.rule)
                 if status is Status.BROKEN and known is not None:
@@ -113,6 +126,9 @@ def _check_values(
         if name not in results:
             return check(Status.BROKEN, f"it returned no {name}")
         got = results[name]
+        if is_graph and got.shape != want.shape and got.numel() == want.numel():
+            # A graph's operands, and with them some results, have axes of extent 1 more.
+            want = want.reshape(got.shape)
         tolerance = _tolerance(case, name, got, want, operands)
         bound = tolerance * _size(want)
         picture = error_map(name, got, want, bound)
@@ -168,6 +184,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _detect(
+    family: Family,
     case: Case,
     subject: Subject,
     given: Tensors,
@@ -177,8 +194,10 @@ def _detect(
 ) -> Iterator[tuple[str, Verdict]]:
     """Each detector's name and verdict; an exception of the subject is a broken verdict."""
     wrong = None if is_graph or case.wrong is None else case.wrong(given)
+    # A reference reads operands as the family has them.
+    expected = case.expected if not is_graph or family.is_reference_of_graph else None
     runs: dict[str, Run] = {
-        "untouched_on_refusal": lambda: detectors.untouched_on_refusal(subject, given, wrong),
+        "untouched_on_refusal": lambda: _refusals(subject, given, wrong),
         "no_allocation": lambda: detectors.no_allocation(subject, given),
         "no_synchronization": lambda: detectors.no_synchronization(subject, given),
         "wide_strides": lambda: _wide(subject, given),
@@ -187,11 +206,11 @@ def _detect(
         "alias_refusal": lambda: detectors.alias_refusal(subject, given),
         "optional_operands": lambda: detectors.optional_operands(subject, given),
         "stream_order": lambda: detectors.stream_order(subject, given),
-        "replay_freshness": lambda: detectors.replay_freshness(subject, given, case.expected),
+        "replay_freshness": lambda: detectors.replay_freshness(subject, given, expected),
         "frame_independence": lambda: _frames(subject, given),
         "every_element_written": lambda: detectors.every_element_written(subject, given),
         "guards_unchanged": lambda: detectors.guards_unchanged(subject, given),
-        "torn_artifacts_are_misses": lambda: ARTIFACTS.declined("it stores no artifacts here"),
+        "torn_artifacts_are_misses": lambda: _artifacts(subject, given),
         "no_silent_fallback": lambda: detectors.no_silent_fallback(subject, given, engine),
         "determinism": lambda: detectors.determinism(subject, given),
     }
@@ -221,6 +240,18 @@ def _frames(subject: Subject, given: Tensors) -> Verdict:
     if is_interpreting():
         return FRAMES.declined("Triton's interpreter itself is not safe in two threads")
     return detectors.frame_independence(subject, given)
+
+
+def _refusals(subject: Subject, given: Tensors, wrong: Any) -> Verdict:
+    if wrong == {}:
+        return UNTOUCHED.declined("no operands of this family are wrong together")
+    return detectors.untouched_on_refusal(subject, given, wrong)
+
+
+def _artifacts(subject: Subject, given: Tensors) -> Verdict:
+    if subject.artifacts is None:
+        return ARTIFACTS.declined("it stores no artifacts")
+    return subject.artifacts(given)
 
 
 # These compare results, so wrong ones would only show once more.

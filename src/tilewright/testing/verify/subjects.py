@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from tilewright.errors import NotSupportedError
+from tilewright.testing.detectors.artifacts import ARTIFACTS, torn_artifacts_are_misses
 from tilewright.testing.detectors.subject import (
     Declared,
     Layout,
@@ -22,8 +24,9 @@ from tilewright.testing.detectors.subject import (
     takes,
     writing,
 )
+from tilewright.testing.detectors.verdict import Verdict
+from tilewright.testing.verify.artifacts import examine_artifacts
 from tilewright.testing.verify.case import Case, Family
-from tilewright.testing.verify.families import FOR_GRAPH
 
 MakeSubject = Callable[[Family, Case], Subject]
 
@@ -79,9 +82,27 @@ def callable_maker(function: Callable[..., Any]) -> MakeSubject:
         label = getattr(function, "__name__", type(function).__name__)
         notes = frozenset(getattr(function, "verify_notes", ()))
         declare = writing(write, notes) if takes(function, "out") else None
-        return Subject(str(label), call, declare)
+        return Subject(str(label), call, declare, artifacts=_artifacts_of(function))
 
     return make
+
+
+def _artifacts_of(function: Callable[..., Any]) -> Callable[[Tensors], Verdict] | None:
+    """What examines the file that ``function.verify_artifacts()`` names with its loader, if any."""
+    store = getattr(function, "verify_artifacts", None)
+    if store is None:
+        return None
+
+    def examine(operands: Tensors) -> Verdict:
+        load, path = store()
+        return torn_artifacts_are_misses(load, path)
+
+    return examine
+
+
+def does_without(function: Callable[..., Any], family: Family) -> frozenset[str]:
+    """The saved operands of the family for which the callable has no argument."""
+    return frozenset(name for name in family.saved if not _accepts(function, name))
 
 
 def engine_maker(engine: str | None, device: torch.device) -> MakeSubject:
@@ -90,7 +111,11 @@ def engine_maker(engine: str | None, device: torch.device) -> MakeSubject:
     ``engine`` None takes the best plan. A subject raises NotSupportedError where there is none.
     """
 
+    examined: dict[str, str] = {}
+
     def make(family: Family, case: Case) -> Subject:
+        if family.function is not None:
+            return callable_maker(_our_function(family.function, engine))(family, case)
         built: dict[Any, Subject] = {}
 
         def graph_of(operands: Tensors, results: Tensors | None) -> Subject:
@@ -101,6 +126,22 @@ def engine_maker(engine: str | None, device: torch.device) -> MakeSubject:
                         _declare(family, case.options, operands, results, engine, device)
                     )
             return built[key]
+
+        def artifacts(operands: Tensors) -> Verdict:
+            # Compiling takes seconds, and one case of a family shows what its kernels do.
+            if family.name in examined:
+                return ARTIFACTS.declined(f"looked at on the case {examined[family.name]!r}")
+            examined[family.name] = case.name
+
+            def fresh() -> Any:
+                with _interpreting():
+                    graph = _declare(family, case.options, operands, None, engine, device)
+                    graph.build()
+                return graph
+
+            declaration = _declare(family, case.options, operands, None, None, device)
+            declaration.validate()
+            return examine_artifacts(declaration.serialize(), fresh, device)
 
         def declare(operands: Tensors, results: Tensors) -> Declared:
             subject = graph_of(operands, results)
@@ -114,14 +155,27 @@ def engine_maker(engine: str | None, device: torch.device) -> MakeSubject:
             lambda operands: graph_of(operands, None).call(operands),
             declare,
             result_layouts=lambda operands: graph_of(operands, None).layouts(operands),
+            artifacts=artifacts,
         )
 
     return make
 
 
+def _our_function(function: Callable[..., Any], engine: str | None) -> Callable[..., Any]:
+    """A function of ours on one engine; like a callable, it allocates what it works in."""
+
+    @functools.wraps(function)
+    def call(*operands: Any, **keywords: Any) -> Any:
+        with _interpreting():
+            return function(*operands, engine=engine, **keywords)
+
+    call.verify_notes = frozenset({"ALLOCATES_TEMPORARIES"})  # type: ignore[attr-defined]
+    return call
+
+
 def operands_for_graph(family: Family, operands: Tensors) -> dict[str, torch.Tensor]:
-    """Operands in the form in which the family's graph takes them."""
-    return FOR_GRAPH.get(family.name, dict)(operands)
+    """Operands in the form in which our engines take them in this family."""
+    return dict(operands) if family.function is not None else family.for_graph(operands)
 
 
 def _declare(
@@ -147,6 +201,8 @@ def _declare(
         name: graph.tensor(t.shape, t.stride(), data_type=t.dtype, name=name)
         for name, t in operands.items()
     }
+    if family.declare is None:
+        raise NotSupportedError(f"{family.name} is declared by no graph here")
     for name, tensor in family.declare(graph, tensors, options).items():
         tensor.set_output(True).set_name(name)
         if results is not None:

@@ -24,10 +24,14 @@ def test_the_aten_engine_holds(verify: Verify, family: str) -> None:
     ran = verify(family, "--engine", "aten")
     assert ran.checks("broken") == []
     assert ran.code == 0
-    assert ran.rules("held") - {"L2"} == HELD
+    # A function is held to its signature, and names no plan.
+    by_function = {"L7", "L13"} if FAMILIES[family].function is not None else set()
+    assert ran.rules("held") - {"L2"} == HELD - by_function
     # On a CPU these say why they were not looked at.
-    assert {"L3", "L8", "L12"} <= ran.rules("declined") <= {"L2", "L3", "L8", "L12"} | {"values"}
-    assert not [c for c in ran.checks("declined") if c["rule"] == "values"]
+    never = {"L3", "L8", "L12"} | by_function
+    # The storage bound is of declarations.
+    sometimes = {"L2"} | ({"L5"} if by_function else set())
+    assert never <= ran.rules("declined") <= never | sometimes
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
