@@ -406,6 +406,8 @@ CASES: tuple[Case, ...] = (
             f"{P}/pointwise/aten/test_aten_pointwise.py",
             f"{P}/reduction/aten/test_aten_reduction.py",
             f"{P}/shape/aten/test_aten_shape.py",
+            f"{P}/pointwise/triton",
+            f"{P}/core/fuzz/test_random_chains.py",
         ),
     ),
     Case(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilewright.dtypes import DataType
 from tilewright.planning.rows import (
     BLOCK_SCALED,
@@ -13,9 +11,10 @@ from tilewright.planning.rows import (
     INTEGERS,
     CapabilityRow,
 )
+from tilewright.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class EngineEntry:
     """One engine: its fixed id and name, where its code is, and what its rows admit.
 
@@ -95,6 +94,20 @@ _TRITON_ROWS = (
         FLOATS,
         compute_capabilities=_TRITON_TARGETS,
         note="up to 4096 rotated elements a head",
+    ),
+    CapabilityRow(
+        ("pointwise", "reduction", "reshape", "transpose", "slice"),
+        FLOATS | INTEGERS,
+        INDICES,
+        compute_capabilities=_TRITON_TARGETS,
+        note="any graph of these that one index walks, as one kernel",
+    ),
+    CapabilityRow(
+        ("pointwise", "reduction", "reshape", "transpose", "slice"),
+        FLOATS | FP8 | INTEGERS,
+        INDICES,
+        # The first with conversions of FP8_E4M3.
+        compute_capabilities=_TRITON_TARGETS - {(8, 0)},
     ),
     CapabilityRow(
         ("sdpa", "sdpa_backward"),

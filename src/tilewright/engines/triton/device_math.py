@@ -43,6 +43,53 @@ def _quotient(a, b):
 
 
 @triton.jit
+def _ratio(a, b):
+    return a / b
+
+
+@triton.jit
+def _quick_gate(a):
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [a * -1.4426950408889634],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _quick_tail(a):
+    # Abramowitz and Stegun (1964), 7.1.26.
+    z = a * 0.7071067811865476
+    t = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [z * 0.3275911 + 1.0],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [a * a * -0.7213475204444817],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    series = t * 0.5307027145 - 0.7265760135
+    series = series * t + 0.7107068705
+    series = series * t - 0.1422483680
+    series = series * t + 0.1274147960
+    return series * t * power
+
+
+@triton.jit
 def _root(a):
     if a.dtype.is_fp64():
         result = tl.sqrt(a)
@@ -57,6 +104,7 @@ def _cast(a, TYPE: tl.constexpr):
 
 
 if IS_INTERPRETED:
+    import numpy
     import torch
     from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
@@ -105,17 +153,38 @@ if IS_INTERPRETED:
         torch_type = _BIT_TYPES[kind][0] if kind in _BIT_TYPES else _PLAIN_TYPES[kind]
         return _from_torch(_to_torch(value).to(torch_type), kind, value)
 
+    def row_reductions() -> tuple[Callable[..., Any], ...]:
+        """Sum, product, maximum and minimum of a block along its second axis."""
+
+        def along(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+            def call(block: Any) -> Any:
+                result = function(_to_torch(block), 1, keepdim=True)
+                kind = block.dtype.scalar
+                data = result.numpy()
+                return tl.tensor(TensorHandle(data, kind), tl.block_type(kind, list(data.shape)))
+
+            return call
+
+        return tuple(map(along, (torch.sum, torch.prod, torch.amax, torch.amin)))
+
     product = _by_torch(torch.mul)
-    quotient = _by_torch(torch.div)
+    quotient = ratio = _by_torch(torch.div)
+    quick_gate = _by_torch(torch.sigmoid)
+    quick_tail = _by_torch(lambda a: 0.5 * torch.erfc(a * 0.7071067811865476))
     root = _by_torch(torch.sqrt)
     exp, expm1 = _by_torch(torch.exp), _by_torch(torch.expm1)
     log, log1p = _by_torch(torch.log), _by_torch(torch.log1p)
     sin, cos, tan = _by_torch(torch.sin), _by_torch(torch.cos), _by_torch(torch.tan)
     tanh, erf = _by_torch(torch.tanh), _by_torch(torch.erf)
-    power, remainder = _by_torch(torch.pow), _by_torch(torch.fmod)
+    power = _by_torch(torch.pow)
+    # torch's own gives up where the quotient is beyond its type.
+    remainder = _by_torch(lambda a, b: torch.from_numpy(numpy.fmod(a.numpy(), b.numpy())))
 else:
     cast = _cast
     product, quotient, root = _product, _quotient, _root
+    # Of float32 alone: a / b, good to two last places; 1 / (1 + exp(-a)); and what a normal
+    # distribution has beyond a >= 0, good to 1e-7.
+    ratio, quick_gate, quick_tail = _ratio, _quick_gate, _quick_tail
     exp, expm1, log, log1p = libdevice.exp, libdevice.expm1, libdevice.log, libdevice.log1p
     sin, cos, tan = libdevice.sin, libdevice.cos, libdevice.tan
     tanh, erf = libdevice.tanh, libdevice.erf

@@ -16,6 +16,7 @@ _FAMILIES: dict[str, str] = {
     ),
     **dict.fromkeys(("instancenorm_backward", "batchnorm_backward"), "group_backward"),
     **dict.fromkeys(("rope", "rope_backward"), "rope"),
+    "chain": "pointwise",
     "sdpa": "attention",
     "sdpa_backward": "attention_backward",
 }
