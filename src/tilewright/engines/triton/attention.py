@@ -25,9 +25,11 @@ from tilewright.engines.triton.attention_arguments import (
     steps_in_vectors,
 )
 from tilewright.engines.triton.attention_config import (
+    MAX_DEALT_BATCH,
     ForwardConfig,
     choose_config,
     choose_decode_config,
+    power_of_two,
 )
 from tilewright.engines.triton.attention_decode import decode_plan
 from tilewright.engines.triton.attention_loop import (
@@ -67,7 +69,7 @@ def attention_forward(
     stats_offset_step, smax_offset_step, ssum_offset_step,
     q_multiplier, k_multiplier, v_multiplier, o_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
-    rows, keys, heads, group, left, right,
+    batches, rows, keys, heads, group, left, right, slots,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
     D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
@@ -79,7 +81,7 @@ def attention_forward(
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
-    IS_AHEAD: tl.constexpr,
+    IS_AHEAD: tl.constexpr, BATCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -89,14 +91,28 @@ def attention_forward(
     has_philox: tl.constexpr = seed is not None
     has_drop_mask: tl.constexpr = drop_mask is not None
 
-    tiles = tl.cdiv(rows, BLOCK_M)
     program = tl.program_id(0)
-    tile = program % tiles
+    slot = program % slots
     if LAST_FIRST:
         # Under a causal mask the last rows take longest.
-        tile = tiles - 1 - tile
-    head = (program // tiles) % heads
-    batch = program // tiles // heads
+        slot = slots - 1 - slot
+    if BATCH_BLOCK > 0:
+        # A slot for each tile that sequences really have; how many that are the device knows.
+        head = program // slots
+        index = tl.arange(0, BATCH_BLOCK)
+        counts = sequence_length(
+            len_q, tl.minimum(index, batches - 1), len_q_step, rows, True, LEN_Q_IS_SUM
+        )
+        tiles = tl.where(index < batches, tl.cdiv(counts, BLOCK_M), 0)
+        ends = tl.cumsum(tiles, 0)
+        batch = tl.sum((ends <= slot).to(tl.int32), 0)
+        if batch >= batches:
+            return
+        tile = slot - tl.sum(tl.where(index == batch, ends - tiles, 0), 0)
+    else:
+        tile = slot
+        head = (program // slots) % heads
+        batch = program // slots // heads
     key_head = head // group
     count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
     count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
@@ -267,6 +283,7 @@ def _forward(
 ) -> KernelPlan:
     arguments = KernelArguments(slots)
     add_forward_operands(arguments, spec, is_aligned=is_aligned)
+    slots_a_head = _packed_slots(spec, config.block_m)
     plain = not (spec.changes_scores or spec.has_philox or spec.has_drop_mask)
     plain = plain and not (spec.has_block_mask or spec.is_paged)
     is_ahead = plain and arguments.constants["FOLDS_SCALE"]
@@ -275,9 +292,31 @@ def _forward(
         BLOCK_N=config.block_n,
         LAST_FIRST=spec.right is not None,
         IS_AHEAD=is_ahead and spec.data_type is not DataType.FLOAT,
+        BATCH_BLOCK=0 if slots_a_head is None else power_of_two(spec.batch),
         k_map=None,
         v_map=None,
     )
     tiles = triton.cdiv(spec.rows, config.block_m)
-    grid = (tiles * spec.heads_q * spec.batch, 1, 1)
+    if slots_a_head is None:
+        arguments.extent("slots", tiles)
+        grid = (tiles * spec.heads_q * spec.batch, 1, 1)
+    else:
+        arguments.extent("slots", slots_a_head)
+        grid = (slots_a_head * spec.heads_q, 1, 1)
     return KernelPlan((arguments.planned(attention_forward, grid, config.warps, config.stages),))
+
+
+def _packed_slots(spec: AttentionSpec, block_m: int) -> int | None:
+    """Tiles of queries that packed sequences can have, where the declaration bounds their tokens.
+
+    None where the grid is better made of the declared extents: no bound is given, a dense output
+    has padded rows to be written, or each program would have to read too many lengths.
+    """
+    outputs = ("O", "Stats", "score_max", "score_sum_exp")
+    if spec.total_q is None or spec.len_q is None or spec.batch > MAX_DEALT_BATCH:
+        return None
+    if any(port in spec.ports and not spec.is_ragged(port) for port in outputs):
+        return None
+    # Every sequence's last tile may be partly empty.
+    packed = spec.total_q // block_m + spec.batch
+    return packed if packed < spec.batch * triton.cdiv(spec.rows, block_m) else None

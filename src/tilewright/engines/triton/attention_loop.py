@@ -10,6 +10,7 @@ so that 96 and 192 do not pay for 128 and 256.
 
 import triton
 import triton.language as tl
+from triton.language import core
 
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_addresses import token_offsets
@@ -26,7 +27,7 @@ from tilewright.engines.triton.attention_masks import (
 def scalar_value(value):
     """A scalar argument, given as itself or as an address."""
     # Interpreted, a number is one of Python's.
-    value = tl.core.to_tensor(value)
+    value = core.to_tensor(value)
     if value.dtype.is_ptr():
         return tl.load(value)
     else:
@@ -180,7 +181,7 @@ def attend(
     hides: tl.constexpr = HAS_BIAS or (IS_MASKED and (HAS_LEFT or HAS_RIGHT))
     within = tl.arange(0, BLOCK_N)
     for first in range(start, stop, BLOCK_N):
-        first = tl.core.to_tensor(first)
+        first = core.to_tensor(first)
         col = first + within
         in_keys = col < len_kv
         runs = True
@@ -312,7 +313,7 @@ def attend_ahead(
         D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
     )  # fmt: skip
     for first in range(start, stop, BLOCK_N):
-        first = tl.core.to_tensor(first)
+        first = core.to_tensor(first)
         next_score = raw_scores(
             q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
             D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
@@ -335,7 +336,7 @@ def attend_ahead(
             acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
         score = next_score
     for first in range(stop, end, BLOCK_N):
-        first = tl.core.to_tensor(first)
+        first = core.to_tensor(first)
         col = first + within
         seen = visible(
             row, col[None, :], 2147483647, len_kv, shift, left, right, HAS_LEFT, HAS_RIGHT

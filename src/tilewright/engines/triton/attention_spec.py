@@ -51,7 +51,7 @@ class AttentionSpec:
     (.., depth_v); ``group`` query heads share a key head. ``left`` hides col <= row - left,
     ``right`` hides col > row + right, rows counted from the aligned diagonal; None hides nothing,
     and a bound that hides nothing at these extents is None. ``scale`` is None where port
-    "attn_scale" has it.
+    "attn_scale" has it. ``total_q`` and ``total_kv`` bound the sums of lengths, if declared.
     """
 
     title: str
@@ -75,6 +75,8 @@ class AttentionSpec:
     len_q: Length | None
     len_kv: Length | None
     stats_log2: bool
+    total_q: int | None
+    total_kv: int | None
 
     @property
     def group(self) -> int:
@@ -193,6 +195,8 @@ def read_spec(operation: Operation) -> AttentionSpec:
         len_q=len_q,
         len_kv=len_kv,
         stats_log2=bool(getattr(op, "stats_use_log2", False)),
+        total_q=op.max_total_seq_len_q,
+        total_kv=op.max_total_seq_len_kv,
     )
 
 

@@ -72,6 +72,8 @@ class Declared:
                 else:
                     sums = torch.tensor([0, *lengths]).cumsum(0).to(index).view(-1, 1, 1, 1)
                     arguments[f"cu_seq_len_{side}"] = self.bind(sums)
+        if case.place == "ragged" and case.index == "int32":
+            arguments["max_total_seq_len_q"] = sum(self.len_q)
         q = self.operand("q", batch, heads, rows, depth, self.len_q)
         if case.place.startswith("paged"):
             k, v = self.pages("k", depth, arguments), self.pages("v", depth_v, arguments)
