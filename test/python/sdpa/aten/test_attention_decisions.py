@@ -13,8 +13,9 @@ import torch
 from tilewright.dtypes import DataType
 from tilewright.engines.aten import attention_fused, attention_fused_padded
 from tilewright.engines.aten.attention_blocks import Block
-from tilewright.engines.aten.attention_score_mod import _index, _sliced
+from tilewright.engines.aten.attention_score_mod import _compile, _index, _sliced
 from tilewright.engines.aten.attention_spec import AttentionSpec
+from tilewright.errors import NotSupportedError
 
 pytestmark = pytest.mark.L0
 
@@ -256,3 +257,11 @@ def test_what_a_score_program_reads():
             shape[axis] = last - first
             assert list(found.shape) == shape and found.dtype is torch.float64
             assert found.flatten().tolist() == list(range(first, last))
+
+
+@pytest.mark.parametrize("kind", ["matmul", "reduction"])
+def test_a_score_program_is_pointwise(kind):
+    step = SimpleNamespace(kind=kind, inputs={}, outputs={"out": object()})
+    program = SimpleNamespace(operations=[step], input=object(), output=object(), gradient=None)
+    with pytest.raises(NotSupportedError, match=f"the score program has a {kind}"):
+        _compile(SimpleNamespace(title=lambda: "sdpa"), program)
