@@ -82,6 +82,7 @@ def attention_forward(
             paged_attention_k_table=declared.get("k_table"),
             paged_attention_v_table=declared.get("v_table"),
             paged_attention_max_seq_len_kv=call.options.max_kv if "k_table" in declared else None,
+            **_totals(call),
             **_masks(call.options, declared),
         )
         _set_output(made[0], "o", o, call, declared)
@@ -136,6 +137,7 @@ def attention_backward(
             declared["stats"],
             use_deterministic_algorithm=call.options.deterministic,
             **given,
+            **_totals(call),
             **_masks(call.options, declared),
         )
         for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
@@ -366,6 +368,16 @@ def _set_output(
     if call.is_packed:
         made.set_ragged_offset(declared[_PACKED[name]])
         made.set_ragged_offset_multiplier(max(unit, 1))
+
+
+def _totals(call: Call) -> dict[str, int]:
+    """What packed operands bound the sums of lengths by: a grid need not hold every longest one."""
+    if not call.is_packed:
+        return {}
+    return {
+        "max_total_seq_len_q": call.operands["q"].shape[0],
+        "max_total_seq_len_kv": call.operands["k"].shape[0],
+    }
 
 
 def _masks(options: AttentionOptions, declared: Mapping[str, Tensor]) -> dict[str, Any]:
