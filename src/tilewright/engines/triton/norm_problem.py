@@ -6,17 +6,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton.language as tl
 
 from tilewright.dtypes import DataType
-from tilewright.engines.compiled.planned import KernelPlan
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.triton.assembling import Assembly
+from tilewright.engines.triton.norm_fusion import Fusion, normalized_axes
+from tilewright.engines.triton.norm_tiles import norm_maximum
 from tilewright.engines.triton.rows import Plane, plane
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
-from tilewright.graph.operations.normalization import Normalization
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, HostScalar
+from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
+from tilewright.launch.workspace import plan_workspace
+from tilewright.torch_dtypes import to_torch
+
+Scratches = tuple[tuple[str, int], ...]
+_MAXIMUM_BLOCK = 4096
 
 # A kernel's names of the running statistics.
 RUNNING = ("in_mean", "in_var", "next_mean", "next_var")
@@ -54,6 +61,7 @@ class NormProblem:
     operation: Operation
     tensors: Mapping[str, Tensor]
     plane: Plane
+    fusion: Fusion
 
     @property
     def is_centred(self) -> bool:
@@ -63,7 +71,8 @@ class NormProblem:
     @property
     def is_double(self) -> bool:
         """True if arithmetic is in float64."""
-        return self.tensors["x"].data_type is DataType.DOUBLE
+        tensors = (self.tensors["x"], self.operation.inputs["input"])
+        return any(tensor.data_type is DataType.DOUBLE for tensor in tensors)
 
     @property
     def compute(self) -> Any:
@@ -80,6 +89,7 @@ class NormProblem:
         return {
             "IS_CENTRED": self.is_centred,
             "HAS_BIAS": "bias" in self.tensors,
+            "HAS_Y": "y" in self.tensors,
             "HAS_MEAN": "mean" in self.tensors,
             "HAS_INVERSE": "inverse" in self.tensors,
             "HAS_NEXT_MEAN": "next_mean" in self.tensors,
@@ -90,9 +100,9 @@ class NormProblem:
     def operands(self, assembly: Assembly, names: Iterable[str]) -> None:
         """Pointers and steps of the named tensors, and the scalars.
 
-        An absent operand keeps its place: y (or dx) stands in, and the kernel does not look at it.
+        An absent operand keeps its place: x stands in, and the kernel does not look at it.
         """
-        stand_in = self.tensors["y" if "y" in self.tensors else "dx"]
+        stand_in = self.tensors["x"]
         for name in names:
             tensor = self.tensors.get(name)
             is_statistic = name in ("mean", "inverse") and self._makes_statistics
@@ -103,11 +113,52 @@ class NormProblem:
                     assembly.integer(f"{name}_{suffix}", 0)
             else:
                 assembly.steps(name, self.plane.steps[name], tensor)
+        for name in self.fused_names.values():
+            if name in self.tensors:
+                assembly.tensor(name, self.tensors[name], is_aligned=True)
+                assembly.steps(name, self.plane.steps[name], self.tensors[name])
+        for tensor in self.fusion.scalars:
+            kind, value = _scalar(tensor)
+            argument = HostScalar(assembly.slots[tensor.uid], value)
+            assembly.scalar(self.fused_names[tensor.uid], kind, argument)
         for name in ("epsilon", "momentum"):
             if name in self.operation.inputs:
                 assembly.scalar(name, self.compute_name, self._scalar(name, assembly.slots))
             else:
                 assembly.constants[name] = 0.0
+
+    @property
+    def fused_names(self) -> dict[int, str]:
+        """uid -> the kernels' name of what is read, stored or passed beside the norm itself."""
+        groups = (("read", self.fusion.reads), ("made", self.fusion.writes))
+        names = {
+            tensor.uid: f"{stem}_{number}"
+            for stem, tensors in groups
+            for number, tensor in enumerate(tensors)
+        }
+        return names | {t.uid: f"number_{n}" for n, t in enumerate(self.fusion.scalars)}
+
+    def maxima(self, assembly: Assembly, programs: int, scratch: Scratches) -> Scratches:
+        """``scratch``, and the programs' maxima after it, whose pointers are put in place."""
+        kind, size = ("*i64", 8) if self.is_double else ("*i32", 4)
+        count = len(self.fusion.maxima)
+        scratch = (*scratch, *((f"maximum {n}", programs * size) for n in range(count)))
+        pieces = plan_workspace(list(scratch)).pieces[len(scratch) - count :]
+        for number, piece in enumerate(pieces):
+            assembly.pointer(f"maximum_{number}", kind, Scratch(piece.offset_bytes))
+        return scratch
+
+    def maximum_kernels(self, assembly: Assembly, programs: int) -> tuple[PlannedKernel, ...]:
+        """The kernels that join the programs' maxima."""
+        kernels = []
+        for number, item in enumerate(self.fusion.maxima):
+            name = f"maximum_{number}"
+            own = Assembly(assembly.slots, is_aligned=assembly.is_aligned)
+            own.pointer("maximum", assembly.types[name], assembly.arguments[name])
+            own.tensor("out", item.outputs["out"])
+            own.types["count"], own.arguments["count"] = "i32", Constant(programs)
+            kernels.append(own.kernel(norm_maximum, (1, 1, 1), 8, BLOCK=_MAXIMUM_BLOCK))
+        return tuple(kernels)
 
     def with_fallback(
         self, aligned: KernelPlan, general: KernelPlan, slots: Mapping[int, int]
@@ -124,7 +175,9 @@ class NormProblem:
         Raises:
             NotSupportedError: if statistics over nothing would have to be written.
         """
-        if self.plane.rows and any(self._is_made(name) for name in self.tensors if name != "y"):
+        if self.plane.rows and any(
+            self._is_made(name) for name in self.tensors if name in _OPTIONAL
+        ):
             x = self.tensors["x"]
             raise NotSupportedError(
                 f"tensor {x.label()} (input) has dim {x.dim}; the kernels have no statistics of "
@@ -145,17 +198,24 @@ class NormProblem:
         return HostScalar(slots[tensor.uid], None if tensor.value is None else float(tensor.value))
 
 
-def forward_problem(operation: Operation) -> NormProblem:
-    """The problem of a forward operation.
+def _scalar(tensor: Tensor) -> tuple[str, int | float | None]:
+    """Triton's type of a number that is passed by value, and the number if it is declared."""
+    kind = "fp32" if tensor.data_type.is_floating else "i64"
+    kind = "fp64" if tensor.data_type is DataType.DOUBLE else kind
+    if tensor.value is None:
+        return kind, None
+    # As the tensor's type holds it.
+    value = torch.tensor(tensor.value).to(to_torch(tensor.data_type)).item()
+    return kind, int(value) if isinstance(value, bool) else value
+
+
+def forward_problem(fusion: Fusion) -> NormProblem:
+    """The problem of a forward operation and what rides along.
 
     Raises:
         NotSupportedError: naming the tensor and the rule.
     """
-    problem = _problem(operation, _FORWARD_PORTS)
-    y = problem.tensors["y"]
-    if y.is_virtual:
-        raise NotSupportedError(f"tensor {y.label()} (Y) is virtual; the kernels store it")
-    return problem
+    return _problem(fusion, _FORWARD_PORTS)
 
 
 def backward_problem(operation: Operation) -> NormProblem:
@@ -164,17 +224,18 @@ def backward_problem(operation: Operation) -> NormProblem:
     Raises:
         NotSupportedError: naming the tensor and the rule.
     """
-    problem = _problem(operation, _BACKWARD_PORTS)
-    for name in ("dx", "dscale", "dbias"):
-        tensor = problem.tensors.get(name)
+    problem = _problem(Fusion(operation, operation.inputs["input"]), _BACKWARD_PORTS)
+    for port in ("DX", "DScale", "DBias"):
+        tensor = operation.outputs.get(port)
         if tensor is not None and tensor.is_virtual:
             raise NotSupportedError(
-                f"tensor {tensor.label()} ({name}) is virtual; the kernels store it"
+                f"tensor {tensor.label()} ({port}) is virtual; the kernels store it"
             )
     return problem
 
 
-def _problem(operation: Operation, names: Mapping[str, str]) -> NormProblem:
+def _problem(fusion: Fusion, names: Mapping[str, str]) -> NormProblem:
+    operation = fusion.norm
     peers = [port for port in operation.inputs if port.startswith("peer_stats_")]
     if peers:
         raise NotSupportedError(
@@ -187,17 +248,16 @@ def _problem(operation: Operation, names: Mapping[str, str]) -> NormProblem:
             raise NotSupportedError(
                 f"tensor {tensor.label()} ({port}) is on the device; expected it passed by value"
             )
-    tensors = {}
+    tensors = {"x": fusion.source}
     for name, port in names.items():
         tensor = operation.inputs.get(port) or operation.outputs.get(port)
-        if tensor is not None and not (tensor.is_virtual and name in _OPTIONAL):
+        # Results that nobody reads are not written.
+        if name != "x" and tensor is not None and not tensor.is_virtual:
             tensors[name] = tensor
-    dim = tensors["x"].dim
-    if isinstance(operation, Normalization):
-        columns = operation.normalized_axes()
-    else:
-        columns = tuple(axis for axis in range(len(dim)) if axis != 1)
+    for stem, group in (("read", fusion.reads), ("made", fusion.writes)):
+        tensors |= {f"{stem}_{number}": tensor for number, tensor in enumerate(group)}
+    dim = operation.inputs["input"].dim
     # Where samples or channels count, rows of a sample follow one another.
     is_free = operation.kind.startswith(("layernorm", "rmsnorm"))
-    grounds = plane(tensors, dim, columns, in_declared_order=not is_free)
-    return NormProblem(operation, tensors, grounds)
+    grounds = plane(tensors, dim, normalized_axes(operation), in_declared_order=not is_free)
+    return NormProblem(operation, tensors, grounds, fusion)

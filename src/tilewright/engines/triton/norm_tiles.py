@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewright.engines.triton.device_math import narrow
+from tilewright.engines.triton.pointwise_functions import saturated
+
 
 @triton.jit
 def place(
@@ -46,4 +49,32 @@ def step_running(old_at, next_at, statistic, momentum, mask, COMPUTE: tl.constex
     """next = (1 - momentum) * old + momentum * statistic; old and next may be one buffer."""
     old = tl.load(old_at, mask=mask, other=0.0).to(COMPUTE)
     stepped = (1.0 - momentum) * old + momentum * statistic
-    tl.store(next_at, stepped.to(next_at.dtype.element_ty), mask=mask)
+    tl.store(next_at, narrow(stepped, next_at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def stored(value, TYPE: tl.constexpr):
+    """As it is stored: rounded once to nearest even, 8-bit types saturating."""
+    if TYPE.is_fp8e4nv():
+        result = saturated(value, TYPE, 448.0)
+    elif TYPE.is_fp8e5():
+        result = saturated(value, TYPE, 57344.0)
+    else:
+        result = narrow(value, TYPE)
+    return result
+
+
+@triton.jit
+def norm_maximum(maximum, out, count, BLOCK: tl.constexpr):
+    """Joins the programs' largest magnitudes, which are whole numbers of the floats' bits."""
+    lane = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), dtype=maximum.dtype.element_ty)
+    for first in range(0, count, BLOCK):
+        at = first + lane
+        largest = tl.maximum(largest, tl.load(maximum + at, mask=at < count, other=0))
+    bits = tl.max(largest, axis=0, keep_dims=True)
+    if maximum.dtype.element_ty == tl.int64:
+        value = bits.to(tl.float64, bitcast=True)
+    else:
+        value = bits.to(tl.float32, bitcast=True)
+    tl.store(out + tl.arange(0, 1), stored(value, out.dtype.element_ty))

@@ -21,9 +21,12 @@ from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, slot_numbers
 from tilewright.engines.triton import normalization_split
 from tilewright.engines.triton.assembling import Assembly
+from tilewright.engines.triton.device_math import narrow
+from tilewright.engines.triton.norm_codegen import WHOLE_ROWS, fused_kernel
+from tilewright.engines.triton.norm_fusion import fusion_of
 from tilewright.engines.triton.norm_problem import RUNNING, NormProblem, forward_problem
-from tilewright.engines.triton.norm_tiles import load_affine, place, step_running
-from tilewright.engines.triton.rows import Plane, only_operation
+from tilewright.engines.triton.norm_tiles import load_affine, place, step_running, stored
+from tilewright.engines.triton.rows import Plane
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 
@@ -86,6 +89,7 @@ def norm_forward(
     BY_COLUMN: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_Y: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
     HAS_NEXT_MEAN: tl.constexpr,
@@ -136,6 +140,7 @@ def norm_forward(
                 ROW_AXES,
                 COLUMN_AXES,
             )
+    # fused: start
     for _ in range(trips):
         # The next rows are on their way while these are reduced and written.
         following = first + PROGRAMS * ROWS
@@ -149,6 +154,7 @@ def norm_forward(
                 x_at, mask=following_inside, other=0.0, eviction_policy=EVICTION
             )
         values = raw.to(COMPUTE)
+        # fused: input and stores
         if IS_CENTRED:
             mean = tl.sum(values, axis=1) / WIDTH
             values = tl.where(inside, values - mean[:, None], 0.0)
@@ -190,15 +196,19 @@ def norm_forward(
         result = values * inverse[:, None] * factor.to(COMPUTE)
         if HAS_BIAS:
             result += shift.to(COMPUTE)
-        y_row = place(row, inner_rows, y_outer, y_inner, ROW_AXES)
-        y_at = y + y_row[:, None] + y_column[None, :]
-        tl.store(y_at, result.to(y.dtype.element_ty), mask=inside)
+        # fused: result
+        if HAS_Y:
+            y_row = place(row, inner_rows, y_outer, y_inner, ROW_AXES)
+            y_at = y + y_row[:, None] + y_column[None, :]
+            tl.store(y_at, stored(result, y.dtype.element_ty), mask=inside)
         if HAS_INVERSE:
             at = place(row, inner_rows, inverse_outer, inverse_inner, ROW_AXES)
-            tl.store(inverse_out + at, inverse.to(inverse_out.dtype.element_ty), mask=row < rows)
+            tl.store(
+                inverse_out + at, narrow(inverse, inverse_out.dtype.element_ty), mask=row < rows
+            )
         if HAS_MEAN:
             at = place(row, inner_rows, mean_outer, mean_inner, ROW_AXES)
-            tl.store(mean_out + at, mean.to(mean_out.dtype.element_ty), mask=row < rows)
+            tl.store(mean_out + at, narrow(mean, mean_out.dtype.element_ty), mask=row < rows)
         if HAS_NEXT_MEAN:
             old, new = in_mean + row * in_mean_inner, next_mean + row * next_mean_inner
             step_running(old, new, mean, momentum, row < rows, COMPUTE)
@@ -210,6 +220,7 @@ def norm_forward(
         first = following
         row = following_row
         inside = following_inside
+    # fused: end
 
 
 @dataclass(frozen=True)
@@ -243,7 +254,7 @@ def config_of(problem: NormProblem) -> NormConfig:
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal, with the warps as a knob; declines what the kernels cannot address."""
-    problem = forward_problem(only_operation(graph, "norms"))
+    problem = forward_problem(fusion_of(graph))
     if 0 in (problem.plane.rows, problem.plane.columns):
         problem.empty_plan()
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
@@ -254,7 +265,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """One kernel where rows fit a program, else three; wide loads where pointers are aligned."""
-    problem = forward_problem(only_operation(graph, "norms"))
+    problem = forward_problem(fusion_of(graph))
     slots = slot_numbers(graph)
     if _has_given_statistics(problem):
         return normalization_split.apply_plan(problem, slots, sm_count)
@@ -290,6 +301,7 @@ def row_plan(
     problem.operands(assembly, ("x", "scale", "bias", "y", "mean", "inverse", *RUNNING))
     tiles = triton.cdiv(grounds.rows, config.rows)
     programs = min(tiles, config.programs * sm_count) if config.programs else tiles
+    scratch = problem.maxima(assembly, programs, ())
     assembly.integer("rows", grounds.rows)
     assembly.integer("inner_rows", grounds.inner_rows)
     assembly.integer("trips", triton.cdiv(tiles, programs))
@@ -301,7 +313,7 @@ def row_plan(
         is_shared = grounds.inner_rows % config.rows == 0 and not any(s.row_inner for s in affine)
         affine_rows = 1 if is_shared or config.rows == 1 else 2
     kernel = assembly.kernel(
-        norm_forward,
+        fused_kernel(norm_forward, problem.fusion, WHOLE_ROWS, problem.fused_names),
         (programs, 1, 1),
         config.warps,
         WIDTH=grounds.columns,
@@ -316,4 +328,4 @@ def row_plan(
         BY_COLUMN=any(steps.varies_by_column for steps in affine),
         **problem.flags(),
     )
-    return KernelPlan((kernel,))
+    return KernelPlan((kernel, *problem.maximum_kernels(assembly, programs)), scratch)

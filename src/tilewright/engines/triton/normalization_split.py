@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tilewright.engines.compiled.planned import KernelPlan
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.triton.assembling import Assembly
-from tilewright.engines.triton.norm_problem import RUNNING, NormProblem
-from tilewright.engines.triton.norm_tiles import place, step_running
+from tilewright.engines.triton.device_math import narrow
+from tilewright.engines.triton.norm_codegen import TILES, fused_kernel
+from tilewright.engines.triton.norm_problem import RUNNING, NormProblem, Scratches
+from tilewright.engines.triton.norm_tiles import place, step_running, stored
 from tilewright.engines.triton.rows import Plane
 from tilewright.launch.prepared import Scratch
 from tilewright.launch.workspace import plan_workspace
@@ -77,10 +79,14 @@ def norm_parts(
     end = tl.minimum(tile + tiles_a_part, tiles_a_row)
     count = elements_before(end, tiles_a_run, INNER_COLUMNS, COLUMNS)
     count = (count - elements_before(tile, tiles_a_run, INNER_COLUMNS, COLUMNS)).to(COMPUTE)
+    run = tile // tiles_a_run
     column = tile % tiles_a_run * COLUMNS + lane
-    inside = in_rows[:, None] & (column < INNER_COLUMNS)[None, :]
-    column_at = tile // tiles_a_run * x_jump + column * x_step
-    values = tl.load(x_row[:, None] + column_at[None, :], mask=inside, other=0.0).to(COMPUTE)
+    in_columns = column < INNER_COLUMNS
+    inside = in_rows[:, None] & in_columns[None, :]
+    cell = (run * x_jump + column * x_step)[None, :]
+    raw = tl.load(x_row[:, None] + cell, mask=inside, other=0.0)
+    values = raw.to(COMPUTE)
+    # fused: input
     if IS_CENTRED:
         in_tile = tl.minimum(INNER_COLUMNS - tile % tiles_a_run * COLUMNS, COLUMNS).to(COMPUTE)
         origin = tl.sum(values, axis=1) / in_tile
@@ -88,10 +94,14 @@ def norm_parts(
         sums = values
     squares = values * values
     for following in range(tile + 1, end):
+        run = following // tiles_a_run
         column = following % tiles_a_run * COLUMNS + lane
-        inside = in_rows[:, None] & (column < INNER_COLUMNS)[None, :]
-        column_at = following // tiles_a_run * x_jump + column * x_step
-        values = tl.load(x_row[:, None] + column_at[None, :], mask=inside, other=0.0).to(COMPUTE)
+        in_columns = column < INNER_COLUMNS
+        inside = in_rows[:, None] & in_columns[None, :]
+        cell = (run * x_jump + column * x_step)[None, :]
+        raw = tl.load(x_row[:, None] + cell, mask=inside, other=0.0)
+        values = raw.to(COMPUTE)
+        # fused: input
         if IS_CENTRED:
             values = tl.where(inside, values - origin[:, None], 0.0)
             sums += values
@@ -167,10 +177,10 @@ def norm_join(
     tl.store(inverses + row, inverse, mask=in_rows)
     if HAS_INVERSE:
         at = place(row, inner_rows, inverse_outer, inverse_inner, ROW_AXES)
-        tl.store(inverse_out + at, inverse.to(inverse_out.dtype.element_ty), mask=in_rows)
+        tl.store(inverse_out + at, narrow(inverse, inverse_out.dtype.element_ty), mask=in_rows)
     if HAS_MEAN:
         at = place(row, inner_rows, mean_outer, mean_inner, ROW_AXES)
-        tl.store(mean_out + at, mean.to(mean_out.dtype.element_ty), mask=in_rows)
+        tl.store(mean_out + at, narrow(mean, mean_out.dtype.element_ty), mask=in_rows)
     if HAS_NEXT_MEAN:
         old, new = in_mean + row * in_mean_inner, next_mean + row * next_mean_inner
         step_running(old, new, mean, momentum, in_rows, COMPUTE)
@@ -222,6 +232,7 @@ def norm_apply(
     BY_COLUMN: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_Y: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     # Backwards: what the first kernel read last may still be in the cache.
@@ -244,13 +255,16 @@ def norm_apply(
         if HAS_BIAS:
             shift = tl.load(bias_row, mask=in_rows, other=0.0).to(COMPUTE)[:, None]
     start = program // row_blocks * tiles_a_part
+    # fused: start
     for tile in range(start, tl.minimum(start + tiles_a_part, tiles_a_row)):
         run = tile // tiles_a_run
         column = tile % tiles_a_run * COLUMNS + lane
         in_columns = column < INNER_COLUMNS
         inside = in_rows[:, None] & in_columns[None, :]
         cell = (run * x_jump + column * x_step)[None, :]
-        values = tl.load(x_row[:, None] + cell, mask=inside, other=0.0).to(COMPUTE)
+        raw = tl.load(x_row[:, None] + cell, mask=inside, other=0.0)
+        values = raw.to(COMPUTE)
+        # fused: input and stores
         if BY_COLUMN:
             cell = (run * scale_jump + column * scale_step)[None, :]
             factor = tl.load(scale_row[:, None] + cell, mask=inside, other=0.0).to(COMPUTE)
@@ -262,8 +276,11 @@ def norm_apply(
         result = values * inverse_of_row[:, None] * factor
         if HAS_BIAS:
             result += shift
-        cell = (run * y_jump + column * y_step)[None, :]
-        tl.store(y_row[:, None] + cell, result.to(y.dtype.element_ty), mask=inside)
+        # fused: result
+        if HAS_Y:
+            cell = (run * y_jump + column * y_step)[None, :]
+            tl.store(y_row[:, None] + cell, stored(result, y.dtype.element_ty), mask=inside)
+    # fused: end
 
 
 @dataclass(frozen=True)
@@ -345,7 +362,7 @@ def apply_plan(problem: NormProblem, slots: Mapping[int, int], sm_count: int) ->
     for is_aligned in (True, False):
         assembly = Assembly(slots, is_aligned=is_aligned)
         problem.operands(assembly, ("x", "scale", "bias", "y", "mean", "inverse"))
-        plans.append(KernelPlan((_apply_kernel(problem, assembly, sm_count),)))
+        plans.append(KernelPlan(*_apply_kernels(problem, assembly, sm_count, ())))
     return problem.with_fallback(*plans, slots)
 
 
@@ -371,7 +388,7 @@ def _plan(
         assembly.pointer(name, pointer, Scratch(piece.offset_bytes))
     cut_integers(assembly, grounds, cut)
     parts = assembly.kernel(
-        norm_parts,
+        fused_kernel(norm_parts, problem.fusion, TILES, problem.fused_names),
         (cut.row_blocks * cut.parts, 1, 1),
         _WARPS,
         INNER_COLUMNS=grounds.inner_columns,
@@ -382,7 +399,8 @@ def _plan(
         COMPUTE=problem.compute,
     )
     flags = problem.flags()
-    flags.pop("HAS_BIAS")
+    for name in ("HAS_BIAS", "HAS_Y"):
+        del flags[name]
     join = assembly.kernel(
         norm_join,
         (triton.cdiv(grounds.rows, _JOINED_ROWS), 1, 1),
@@ -402,18 +420,24 @@ def _plan(
         own.pointer(name, pointer, Scratch(piece.offset_bytes))
         own.integer(f"{name}_outer", grounds.inner_rows)
         own.integer(f"{name}_inner", 1)
-    return KernelPlan((parts, join, _apply_kernel(problem, own, sm_count)), scratch)
+    kernels, scratch = _apply_kernels(problem, own, sm_count, scratch)
+    return KernelPlan((parts, join, *kernels), scratch)
 
 
-def _apply_kernel(problem: NormProblem, assembly: Assembly, sm_count: int):  # type: ignore[no-untyped-def]
+def _apply_kernels(
+    problem: NormProblem, assembly: Assembly, sm_count: int, scratch: Scratches
+) -> tuple[tuple[PlannedKernel, ...], Scratches]:
+    """The third kernel and what joins maxima, and the workspace with theirs after ``scratch``."""
     grounds = problem.plane
     programs = 4 * _PROGRAMS_A_MULTIPROCESSOR * sm_count
     cut = cut_rows(grounds, "x", programs, grounds.columns)
     cut_integers(assembly, grounds, cut)
+    count = cut.row_blocks * cut.parts
+    scratch = problem.maxima(assembly, count, scratch)
     affine = [grounds.steps[name] for name in ("scale", "bias") if name in problem.tensors]
-    return assembly.kernel(
-        norm_apply,
-        (cut.row_blocks * cut.parts, 1, 1),
+    kernel = assembly.kernel(
+        fused_kernel(norm_apply, problem.fusion, TILES, problem.fused_names),
+        (count, 1, 1),
         _WARPS,
         INNER_COLUMNS=grounds.inner_columns,
         ROWS=cut.rows,
@@ -422,5 +446,7 @@ def _apply_kernel(problem: NormProblem, assembly: Assembly, sm_count: int):  # t
         BY_COLUMN=any(steps.varies_by_column for steps in affine),
         IS_CENTRED=problem.is_centred,
         HAS_BIAS="bias" in problem.tensors,
+        HAS_Y="y" in problem.tensors,
         COMPUTE=problem.compute,
     )
+    return (kernel, *problem.maximum_kernels(assembly, count)), scratch

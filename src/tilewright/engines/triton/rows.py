@@ -70,18 +70,10 @@ def plane(
     Raises:
         NotSupportedError: if rows or columns need more than two axes, or a tensor does not fit.
     """
-    for name, tensor in tensors.items():
-        fits = tensor.rank == len(dim) and all(
-            have in (1, want) for have, want in zip(tensor.dim, dim, strict=True)
-        )
-        if not fits:
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({name}) has dim {tensor.dim}; the kernel takes 1 or "
-                f"the extent of {tuple(dim)} on each axis"
-            )
+    views = {name: _view(name, tensor, tuple(dim)) for name, tensor in tensors.items()}
     row_axes = [axis for axis in range(len(dim)) if axis not in set(columns)]
-    rows = _joined(tensors, dim, row_axes, "rows", in_declared_order)
-    across = _joined(tensors, dim, list(columns), "columns", False)
+    rows = _joined(views, dim, row_axes, "rows", in_declared_order)
+    across = _joined(views, dim, list(columns), "columns", False)
     steps = {
         name: Steps(rows[0][1][number], rows[1][1][number], across[0][1][number], last)
         for number, (name, last) in enumerate(zip(tensors, across[1][1], strict=True))
@@ -124,8 +116,34 @@ def is_packed(tensor: Tensor) -> bool:
 _Axis = tuple[int, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class _View:
+    """A tensor in the rank of the shape, aligned at the last axis."""
+
+    tensor: Tensor
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _view(name: str, tensor: Tensor, dim: tuple[int, ...]) -> _View:
+    rank = len(dim)
+    lead = max(0, rank - tensor.rank)
+    view = _View(
+        tensor,
+        ((1,) * lead + tuple(tensor.dim))[-rank:],
+        ((0,) * lead + tuple(tensor.stride))[-rank:],
+    )
+    fits = all(have in (1, want) for have, want in zip(view.dim, dim, strict=True))
+    if not fits or any(extent != 1 for extent in tensor.dim[: max(0, tensor.rank - rank)]):
+        raise NotSupportedError(
+            f"tensor {tensor.label()} ({name}) has dim {tensor.dim}; the kernel takes 1 or the "
+            f"extent of {dim} on each axis"
+        )
+    return view
+
+
 def _joined(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, _View],
     dim: Sequence[int],
     axes: Sequence[int],
     what: str,
@@ -151,8 +169,8 @@ def _joined(
             merged.append((extent, steps))
     if len(merged) > MAX_AXES:
         raise NotSupportedError(
-            f"tensor {first.label()} has stride {first.stride} over dim {first.dim}; the kernel "
-            f"steps {what} along at most two axes"
+            f"tensor {first.tensor.label()} has stride {first.stride} over dim {first.dim}; the "
+            f"kernel steps {what} along at most two axes"
         )
     none = (1, tuple(0 for _ in tensors))
     return [none] * (MAX_AXES - len(merged)) + merged

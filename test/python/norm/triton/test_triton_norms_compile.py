@@ -11,6 +11,7 @@ import pytest
 
 COMPILE = """
 import json
+import re
 import sys
 import torch
 import tilewright as tw
@@ -43,6 +44,20 @@ def backward(kind, dim, scale_dim, statistics_dim, dtype):
     return graph, getattr(graph, f"{kind}_backward")(grad, x, scale, mean, inverse)
 
 
+def fused(fp8):
+    # A sum before the norm, and after it an activation, a scale and the largest magnitude.
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    x, residual, scale = graph.tensor((8, 256)), graph.tensor((8, 256)), graph.tensor((1, 256))
+    total = graph.add(x, residual)
+    y = graph.rmsnorm(training, total, scale, None, graph.tensor_scalar(1e-5))[0]
+    active = graph.swish(y)
+    result = graph.mul(active, graph.tensor((1, 1), data_type="float32"))
+    amax = graph.reduction(active, tw.reduction_mode.AMAX).set_dim((1, 1)).set_stride((1, 1))
+    if fp8:
+        result.set_data_type("FP8_E4M3")
+    return graph, [total, result, amax.set_data_type("float32")]
+
+
 image, channel = (2, 8, 128, 128), (1, 8, 1, 1)
 cases = [
     (normalization, forward("layernorm", (8, 1024), (1, 1024), "bfloat16")),
@@ -56,27 +71,34 @@ cases = [
     (normalization_backward, backward("rmsnorm", (8, 16384), (1, 16384), (8, 1), "float32")),
     (normalization_backward, backward("adalayernorm", (2, 8, 64), (2, 1, 64), (2, 8, 1), "half")),
     (group_backward, backward("instancenorm", (2, 8, 4, 8), channel, (2, 8, 1, 1), "bfloat16")),
+    (normalization, fused(False)),
+    (normalization, fused(True)),
     (group_backward, backward("batchnorm", image, channel, channel, "bfloat16")),
 ]
 results = []
+done = set()
 for module, (graph, made) in cases:
     for tensor in made:
         tensor.set_output(True)
     graph.validate()
     chosen = module.plan(graph, (), SM_COUNT)
     # The general kernels differ in what the compiler knows of addresses: one target of each.
-    plans = [(chosen, TARGETS), (chosen.fallback, TARGETS[1:2])]
+    # FP8_E4M3 is converted from sm_90 on.
+    is_fp8 = any(tensor.data_type.name == "FP8_E4M3" for tensor in made)
+    plans = [(chosen, TARGETS[is_fp8:]), (chosen.fallback, TARGETS[1:2])]
     for plan, targets in plans if "all" in sys.argv else plans[:1]:
         for kernel in plan.kernels:
-            if "all" not in sys.argv and kernel.spec.name in {r["kernel"] for r in results}:
+            name = re.sub("_[0-9a-f]{16}$", " fused", kernel.spec.name)
+            if "all" not in sys.argv and (name, is_fp8) in done:
                 continue
+            done.add((name, is_fp8))
             names = list(kernel.spec.function.arg_names)
             given = [name for name, _ in kernel.spec.types]
             constants = [name for name, _ in kernel.spec.constants]
             for target in targets:
                 code = compile_kernel(kernel.spec, target)
                 results.append({
-                    "kernel": kernel.spec.name,
+                    "kernel": name,
                     "target": target,
                     "bytes": len(code.image),
                     "threads": code.threads,
@@ -89,6 +111,8 @@ print(json.dumps(results))
 
 KERNELS = {
     "norm_forward",
+    "norm_forward fused",
+    "norm_maximum",
     "norm_parts",
     "norm_join",
     "norm_apply",

@@ -1,0 +1,203 @@
+"""Normalizations with pointwise operations around them and maxima, as one graph of one kernel.
+
+Against the oracle; interpreted without a GPU, compiled with one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.engines.triton import normalization, normalization_split
+from tilewright.engines.triton.engine import interpreting
+from tilewright.oracle import assert_close, evaluate
+from tilewright.oracle.tolerances import default_tolerance
+
+pytestmark = pytest.mark.L0
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+PHASES = tw.norm_forward_phase
+AMAX = tw.reduction_mode.AMAX
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    if HAS_GPU:
+        yield
+        return
+    with interpreting():
+        yield
+
+
+@pytest.fixture(params=["whole", "cut"])
+def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whole rows, or rows cut into many parts however short they are."""
+    if request.param == "cut":
+        monkeypatch.setattr(normalization, "is_split", lambda problem, sm_count: True)
+        monkeypatch.setattr(normalization_split, "TILE_ELEMENTS", 16)
+    return str(request.param)
+
+
+class Case:
+    """A graph with its operands, drawn as they are declared."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.graph: Any = tw.Graph(
+            io_data_type=dtype, intermediate_data_type="float32", handle=tw.create_handle(DEVICE)
+        )
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(5)
+        self.pack: dict[Any, torch.Tensor] = {}
+
+    def tensor(self, *dim: int, dtype: torch.dtype | None = None, offset: float = 0.0) -> Any:
+        values = torch.randn(dim, generator=self.generator) + offset
+        buffer = values.to(dtype or self.dtype).to(DEVICE)
+        tensor = self.graph.tensor_like(buffer)
+        self.pack[tensor] = buffer
+        return tensor
+
+    def norm(self, kind: str, x: Any, scale_dim: tuple[int, ...], *, has_bias: bool = True) -> Any:
+        scale = self.tensor(*scale_dim)
+        bias = self.tensor(*scale_dim) if has_bias else None
+        epsilon = self.graph.tensor_scalar(1e-3)
+        return getattr(self.graph, kind)(PHASES.INFERENCE, x, scale, bias, epsilon)[0]
+
+    def run(self, tolerance: float | None = None) -> dict[Any, torch.Tensor]:
+        """Over poisoned outputs, twice; what is made equals the oracle's and repeats."""
+        self.graph.build()
+        assert self.graph.selected_engine == "triton", str(self.graph.explain())
+        made = {}
+        for tensor in self.graph.outputs():
+            dtype = tw.torch_dtypes.to_torch(tensor.data_type)
+            poison = torch.full((1,), torch.nan if dtype.is_floating_point else 77.0)
+            buffer = torch.empty_strided(tensor.dim, tensor.stride, dtype=dtype, device=DEVICE)
+            made[tensor] = buffer.copy_(poison.expand(tensor.dim))
+        size = self.graph.get_workspace_size()
+        workspace = torch.full((size + 64,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        given = {t.uid: b.cpu() for t, b in self.pack.items()}
+        expected = evaluate(self.graph, given, round_virtual=True)
+        for _ in range(2):
+            self.graph.execute({**self.pack, **made}, workspace)
+            assert torch.all(workspace[size:] == 0xFF)
+            for tensor, buffer in made.items():
+                tol = default_tolerance(tensor.data_type) if tolerance is None else tolerance
+                assert_close(buffer.cpu(), expected[tensor.uid], tol=tol, name=tensor.name)
+        return made
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("is_sum_read", [False, True])
+def test_residual_add(kind: str, is_sum_read: bool, rows: str) -> None:
+    case = Case()
+    x, residual = case.tensor(6, 33), case.tensor(6, 33)
+    total = case.graph.add(x, residual, name="total")
+    if is_sum_read:
+        total.set_output(True).set_data_type(torch.bfloat16)
+    case.norm(kind, total, (1, 33)).set_output(True)
+    assert len(case.run()) == 1 + is_sum_read
+
+
+def test_batchnorm_relu_of_channels_last_and_added_skip(rows: str) -> None:
+    case = Case()
+    x = case.tensor(4, 3, 2, 5)
+    skip = case.tensor(4, 3, 2, 5)
+    scale, bias = (case.tensor(1, 3, 1, 1, dtype=torch.float32) for _ in range(2))
+    made = case.graph.batchnorm(x, scale, bias, None, None, 1e-3, None)
+    for tensor in made[1:3]:
+        tensor.set_output(True).set_data_type("float32")
+    case.graph.relu(case.graph.add(made[0], skip)).set_output(True)
+    case.run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_with_a_scale_and_the_largest_magnitude(dtype: torch.dtype, rows: str) -> None:
+    # The amax is of the unscaled result; the scale takes some elements over the type's limit.
+    case = Case()
+    y = case.norm("rmsnorm", case.tensor(6, 40), (1, 40), has_bias=False)
+    factor = case.tensor(1, 1, dtype=torch.float32, offset=200.0)
+    case.graph.mul(y, factor).set_output(True).set_data_type(dtype).set_name("quantized")
+    amax = case.graph.reduction(y, AMAX).set_output(True).set_dim((1, 1)).set_stride((1, 1))
+    amax.set_data_type("float32").set_name("amax")
+    made = case.run()
+    quantized = next(b for t, b in made.items() if t.name == "quantized").float()
+    largest = torch.finfo(dtype).max
+    assert dtype is torch.float8_e5m2 or quantized.abs().max().item() == largest
+    assert quantized.isfinite().all()
+
+
+def test_activation_columns_rows_numbers_and_masks(rows: str) -> None:
+    # One operand for each way to broadcast, a number, a comparison that selects, and a real Y.
+    case = Case(torch.float32)
+    graph = case.graph
+    y = case.norm("layernorm", case.tensor(3, 4, 20), (1, 1, 20))
+    y.set_output(True).set_name("y")
+    by_column, by_row = case.tensor(1, 1, 20), case.tensor(1, 4, 1)
+    scaled = graph.mul(graph.add(y, by_column), by_row)
+    active = graph.gelu(graph.mul(scaled, graph.tensor_scalar(0.5)))
+    chosen = graph.binary_select(active, y, graph.cmp_gt(scaled, by_row))
+    chosen.set_output(True).set_name("chosen")
+    graph.identity(graph.mul(chosen, graph.tensor_scalar(20.0))).set_output(True).set_data_type(
+        "int8"
+    )
+    case.run()
+
+
+def test_the_input_again_after_the_norm(rows: str) -> None:
+    case = Case()
+    x, residual = case.tensor(5, 24), case.tensor(5, 24)
+    total = case.graph.add(x, residual)
+    y = case.norm("layernorm", total, (1, 24))
+    case.graph.add(case.graph.swish(y), total).set_output(True)
+    case.run()
+
+
+def test_inference_batchnorm_with_relu_and_amax() -> None:
+    case = Case()
+    x = case.tensor(2, 3, 4, 5)
+    vectors = [case.tensor(1, 3, 1, 1, dtype=torch.float32, offset=2.0) for _ in range(4)]
+    y = case.graph.relu(case.graph.batchnorm_inference(x, *vectors)).set_output(True)
+    amax = case.graph.reduction(y, AMAX).set_output(True).set_dim((1, 1, 1, 1))
+    amax.set_stride((1, 1, 1, 1)).set_data_type("float32")
+    # The maximum is of the rounded result.
+    case.run(2**-8)
+
+
+def test_amax_of_nan_is_nan() -> None:
+    case = Case(torch.float32)
+    x = case.tensor(4, 8)
+    y = case.norm("rmsnorm", x, (1, 8))
+    y.set_output(True)
+    amax = case.graph.reduction(y, AMAX).set_output(True).set_dim((1, 1)).set_stride((1, 1))
+    case.pack[x][2, 3] = torch.nan
+    assert case.run()[amax].isnan().all()
+
+
+DECLINES: list[tuple[str, Any, str]] = [
+    ("a made scale", lambda c, x, s: c.graph.rmsnorm(
+        PHASES.INFERENCE, x, c.graph.add(s, s), None, c.graph.tensor_scalar(1e-3))[0],
+     "read it from memory"),
+    ("another reduction", lambda c, x, s: c.graph.reduction(
+        c.norm("rmsnorm", x, (1, 8)), tw.reduction_mode.ADD).set_dim((4, 1)), "take AMAX over"),
+    ("an index", lambda c, x, s: c.graph.add(
+        c.norm("rmsnorm", x, (1, 8)), c.graph.gen_index(x, 1)), "elementwise operations of values"),
+    ("a small result", lambda c, x, s: [
+        c.graph.abs(s).set_output(True), c.norm("rmsnorm", x, (1, 8))][1], "results have"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [row[1:] for row in DECLINES], ids=[row[0] for row in DECLINES]
+)
+def test_a_decline_names_the_operation_and_the_rule(make: Any, reason: str) -> None:
+    case = Case(torch.float32)
+    make(case, case.tensor(4, 8), case.tensor(1, 8)).set_output(True)
+    case.graph.validate()
+    case.graph.create_execution_plans()
+    verdict = next(v for v in case.graph.explain().verdicts if v.engine_name == "triton")
+    assert reason in verdict.reason
