@@ -1,0 +1,265 @@
+"""Normalizations of images and of samples, and fused ones, on a GPU against PyTorch and a copy.
+
+    python benchmark/norm_layouts_gpu.py
+
+Forward and backward of batch and instance normalization in both memory formats, AdaLN, and norms
+with what rides along, in bfloat16; every result is first compared with PyTorch's. ``of_ideal`` is
+the time of a copy of as many bytes as the operation has to read and write once. Writes
+results/<device>/norm_layouts.csv.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from results import Table
+from timing import Call, device_ms
+
+import tilewright as tw
+
+EPSILON = 1e-3
+PHASES = tw.norm_forward_phase
+IMAGES = (64, 256, 56, 56)
+TOKENS = (16, 4096, 1152)
+ROWS = (16384, 4096)
+
+
+def declare() -> Any:
+    return tw.Graph(io_data_type=torch.bfloat16, intermediate_data_type="float32")
+
+
+def frame_of(graph: Any, operands: dict[Any, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """(bound frame, outputs in declaration order)."""
+    graph.build()
+    if graph.selected_engine != "triton":
+        raise SystemExit(str(graph.explain()))
+    made = {
+        t: torch.empty_strided(
+            t.dim, t.stride, dtype=tw.torch_dtypes.to_torch(t.data_type), device="cuda"
+        )
+        for t in graph.outputs()
+    }
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    frame = graph.bind({**operands, **made}, workspace)
+    frame.launch()
+    return frame, list(made.values())
+
+
+def finish(outputs: Any) -> None:
+    """The first result in bfloat16, what follows in float32."""
+    for number, tensor in enumerate(t for t in outputs if t is not None):
+        tensor.set_output(True)
+        if number:
+            tensor.set_data_type("float32")
+
+
+def check(actual: torch.Tensor, expected: torch.Tensor, tol: float = 2**-5) -> None:
+    error = (actual.double() - expected.double()).abs().max().item()
+    if not error <= tol * max(1.0, expected.abs().max().item()):
+        raise SystemExit(f"wrong result: error {error}")
+
+
+Tensor = torch.Tensor
+
+
+def batch_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, w, b, True, 0.1, EPSILON)
+
+
+def batch_norm_relu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(batch_norm(x, w, b))
+
+
+def given_norm_relu(x: Tensor, mean: Tensor, variance: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.batch_norm(x, mean, variance, w, b, False, 0.1, EPSILON))
+
+
+def instance_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.instance_norm(x, None, None, w, b, True, 0.1, EPSILON)
+
+
+def adaptive_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=EPSILON) * w + b
+
+
+def add_rms(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x + residual, x.shape[-1:], w, EPSILON)
+
+
+def add_layer(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x + residual, x.shape[-1:], w, b, EPSILON)
+
+
+def gradients_of(result: Tensor, leaves: list[Tensor], g: Tensor) -> Call:
+    return functools.partial(torch.autograd.grad, result, leaves, g, retain_graph=True)
+
+
+class Measured:
+    """Calls that are timed together, with a copy of ``x``."""
+
+    def __init__(self, table: Table, subject: str, x: torch.Tensor) -> None:
+        self.table, self.subject = table, subject
+        self.copy = torch.empty_like(x)
+        self.bytes = 2 * x.numel() * x.element_size()
+        self.calls: dict[str, Call] = {"copy": lambda: self.copy.copy_(x)}
+        self.moved = {"copy": self.bytes}
+
+    def add(self, name: str, ours: Call, theirs: Call, moved: int) -> None:
+        """A pair of calls, and the bytes that each has to move."""
+        self.calls |= {f"tilewright {name}": ours, f"torch {name}": theirs}
+        self.moved |= {f"tilewright {name}": moved, f"torch {name}": moved}
+
+    def write(self) -> None:
+        times = device_ms(self.calls)
+        rate = self.bytes / times["copy"]
+        for name, ms in times.items():
+            peer = "torch" + name.removeprefix("tilewright") if "tilewright" in name else ""
+            self.table.add(
+                subject=self.subject,
+                call=name,
+                ms=f"{ms:.4f}",
+                tb_s=f"{self.moved[name] / ms / 1e9:.3f}",
+                of_ideal=f"{self.moved[name] / rate / ms:.3f}",
+                speed_over_torch=f"{times[peer] / ms:.2f}" if peer else "",
+            )
+
+
+def measure_images(table: Table, kind: str, *, is_last: bool) -> None:
+    x, g = (torch.randn(IMAGES, device="cuda").bfloat16() for _ in range(2))
+    if is_last:
+        x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
+    w, b = (torch.rand(IMAGES[1], device="cuda") for _ in range(2))
+    scale, bias = (t.view(1, -1, 1, 1) for t in (w, b))
+    once = x.numel() * 2
+    measured = Measured(table, f"{kind} channels {'last' if is_last else 'first'}", x)
+    graph = declare()
+    tensors = [graph.tensor_like(t) for t in (x, scale, bias)]
+    if kind == "batchnorm":
+        outputs = graph.batchnorm(*tensors, None, None, EPSILON, None)
+        by_torch: Any = batch_norm
+    else:
+        outputs = graph.instancenorm(PHASES.TRAINING, *tensors, graph.tensor_scalar(EPSILON))
+        by_torch = instance_norm
+    finish(outputs)
+    frame, (y, mean, inverse) = frame_of(graph, dict(zip(tensors, (x, scale, bias), strict=True)))
+    # PyTorch's instance normalization wants scale and bias in the input's type.
+    own = (w, b) if kind == "batchnorm" else (w.bfloat16(), b.bfloat16())
+    check(y, by_torch(x, *own))
+    measured.add("forward", frame.launch, functools.partial(by_torch, x, *own), 2 * once)
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *own)]
+    result = by_torch(*leaves)
+    graph = declare()
+    given = (g, x, scale, mean, inverse)
+    tensors = [graph.tensor_like(t) for t in given]
+    finish(getattr(graph, f"{kind}_backward")(*tensors))
+    frame, (dx, dscale, _) = frame_of(graph, dict(zip(tensors, given, strict=True)))
+    gradients = gradients_of(result, leaves, g)
+    check(dx, gradients()[0])
+    check(dscale.flatten(), gradients()[1], 2**-4)
+    measured.add("backward", frame.launch, gradients, 3 * once)
+    if kind == "batchnorm":
+        graph = declare()
+        given = (x, mean, inverse, scale, bias)
+        tensors = [graph.tensor_like(t) for t in given]
+        finish([graph.relu(graph.batchnorm_inference(*tensors))])
+        frame, (y,) = frame_of(graph, dict(zip(tensors, given, strict=True)))
+        running = mean.flatten(), (1 / inverse.square() - EPSILON).flatten()
+        torch_relu = functools.partial(given_norm_relu, x, *running, w, b)
+        check(y, torch_relu())
+        measured.add("inference and relu", frame.launch, torch_relu, 2 * once)
+        graph = declare()
+        tensors = [graph.tensor_like(t) for t in (x, scale, bias)]
+        outputs = graph.batchnorm(*tensors, None, None, EPSILON, None)
+        finish([graph.relu(outputs[0]), *outputs[1:]])
+        frame, (*_, y) = frame_of(graph, dict(zip(tensors, (x, scale, bias), strict=True)))
+        training = functools.partial(batch_norm_relu, x, w, b)
+        check(y, training())
+        measured.add("forward and relu", frame.launch, training, 2 * once)
+    measured.write()
+
+
+def measure_samples(table: Table) -> None:
+    x, g = (torch.randn(TOKENS, device="cuda").bfloat16() for _ in range(2))
+    scale, bias = (torch.randn(TOKENS[0], 1, TOKENS[2], device="cuda").bfloat16() for _ in range(2))
+    once = x.numel() * 2
+    measured = Measured(table, "adalayernorm", x)
+    graph = declare()
+    tensors = [graph.tensor_like(t) for t in (x, scale, bias)]
+    outputs = graph.adalayernorm(PHASES.TRAINING, *tensors, graph.tensor_scalar(EPSILON))
+    finish(outputs)
+    frame, found = frame_of(graph, dict(zip(tensors, (x, scale, bias), strict=True)))
+    by_torch = adaptive_norm
+    check(found[0], by_torch(x, scale, bias))
+    measured.add("forward", frame.launch, functools.partial(by_torch, x, scale, bias), 2 * once)
+    leaves = [t.detach().clone().requires_grad_() for t in (x, scale, bias)]
+    result = by_torch(*leaves)
+    graph = declare()
+    given = (g, x, scale, *found[1:])
+    tensors = [graph.tensor_like(t) for t in given]
+    finish(graph.adalayernorm_backward(*tensors))
+    frame, (dx, *_) = frame_of(graph, dict(zip(tensors, given, strict=True)))
+    gradients = gradients_of(result, leaves, g)
+    check(dx, gradients()[0])
+    measured.add("backward", frame.launch, gradients, 3 * once)
+    measured.write()
+
+
+def measure_fused(table: Table) -> None:
+    x, residual = (torch.randn(ROWS, device="cuda").bfloat16() for _ in range(2))
+    w, b = (torch.randn(ROWS[1], device="cuda").bfloat16() for _ in range(2))
+    scale, bias = w.view(1, -1), b.view(1, -1)
+    factor = torch.full((1, 1), 4.0, device="cuda")
+    once = x.numel() * 2
+    measured = Measured(table, f"rows of {ROWS[1]}", x)
+    for kind in ("rmsnorm", "layernorm"):
+        graph = declare()
+        given = (x, residual, scale) + ((bias,) if kind == "layernorm" else ())
+        tensors = [graph.tensor_like(t) for t in given]
+        total = graph.add(tensors[0], tensors[1]).set_output(True)
+        phase, epsilon = PHASES.INFERENCE, graph.tensor_scalar(EPSILON)
+        shift = tensors[3] if kind == "layernorm" else None
+        made = getattr(graph, kind)(
+            phase, total.set_data_type("bfloat16"), tensors[2], shift, epsilon
+        )
+        made[0].set_output(True)
+        frame, (_, y) = frame_of(graph, dict(zip(tensors, given, strict=True)))
+        if kind == "rmsnorm":
+            by_torch = functools.partial(add_rms, x, residual, w)
+        else:
+            by_torch = functools.partial(add_layer, x, residual, w, b)
+        check(y, by_torch())
+        measured.add(f"residual add and {kind}", frame.launch, by_torch, 4 * once)
+    graph = declare()
+    tensors = [graph.tensor_like(t) for t in (x, scale, factor)]
+    y = graph.rmsnorm(PHASES.INFERENCE, tensors[0], tensors[1], None, graph.tensor_scalar(EPSILON))[
+        0
+    ]
+    graph.mul(y, tensors[2]).set_output(True).set_data_type(torch.float8_e4m3fn)
+    amax = graph.reduction(y, tw.reduction_mode.AMAX).set_output(True).set_dim((1, 1))
+    amax.set_stride((1, 1)).set_data_type("float32")
+    frame, (quantized, _) = frame_of(graph, dict(zip(tensors, (x, scale, factor), strict=True)))
+
+    def quantize() -> Any:
+        y = F.rms_norm(x, ROWS[1:], w, EPSILON)
+        return (y.float() * factor).clamp(-448, 448).to(torch.float8_e4m3fn), y.abs().max()
+
+    check(quantized.float(), quantize()[0].float(), 2**-3)
+    measured.add("rmsnorm to fp8 with amax", frame.launch, quantize, once + once // 2)
+    measured.write()
+
+
+def main() -> None:
+    table = Table("norm_layouts", "python benchmark/norm_layouts_gpu.py")
+    for kind in ("batchnorm", "instancenorm"):
+        for is_last in (False, True):
+            measure_images(table, kind, is_last=is_last)
+    measure_samples(table)
+    measure_fused(table)
+    table.write()
+
+
+if __name__ == "__main__":
+    main()
