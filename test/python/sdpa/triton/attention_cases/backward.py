@@ -157,7 +157,7 @@ class DeclaredBackward(Declared):
         # P and dS are rounded to the operands' type on the way, whatever the gradient's type is.
         tol = max(default_tolerance(self.dtype), default_tolerance(to_torch(tensor.data_type)))
         if case.values == "large":
-            # Scores of thousands, whose rounding in float32 is an absolute error of the exponent.
-            tol *= 16.0 if self.dtype is torch.float32 else 1.0
+            # Stats of thousands come rounded to float32, by up to 2^-12: P is that far off.
+            tol = max(tol, 2**-10)
         assert_close(got, expected, tol=tol, name=f"{name} of {case}")
         assert torch.isnan(raw[~touched]).all(), f"{name} of {case}: bytes beside it changed"

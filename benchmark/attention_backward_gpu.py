@@ -1,0 +1,145 @@
+"""Attention backward on a GPU against PyTorch's flash attention and its cuDNN attention.
+
+    python benchmark/attention_backward_gpu.py
+
+16,384 tokens in bfloat16, as many heads as make 2048 channels; TFLOP/s count the five products of
+2 S^2 D a head, half of that under a causal mask. One run measures everything, on the same inputs,
+medians of interleaved rounds with a cold L2; it writes attention_backward.csv and .png under
+benchmark/results/<device>/. "quick" is the plan without a fixed order of dQ's sums, "fixed" the
+deterministic one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from results import RESULTS, Table, device_name
+from timing import Call, device_ms
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tilewright as tw
+
+TOKENS, CHANNELS = 16384, 2048
+DEPTHS = (64, 128, 256)
+LENGTHS = (2048, 8192, 16384)
+PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+GRADIENTS = ("dQ", "dK", "dV")
+# Gradients of random operands: what bfloat16's rounding of P and dS allows.
+TOLERANCE = 2e-2
+
+
+def declare(pack: dict[str, torch.Tensor], causal: bool, is_deterministic: bool) -> Any:
+    """A built graph of one backward."""
+    q = pack["q"]
+    graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
+    inputs = [
+        graph.tensor(pack[n].shape, pack[n].stride(), pack[n].dtype, name=n)
+        for n in ("q", "k", "v", "o", "dO", "stats")
+    ]
+    made = graph.sdpa_backward(
+        *inputs,
+        attn_scale=q.shape[3] ** -0.5,
+        use_causal_mask=causal,
+        use_deterministic_algorithm=is_deterministic,
+    )
+    for name, tensor in zip(GRADIENTS, made, strict=True):
+        tensor.set_output(True).set_name(name)
+    graph.build()
+    return graph
+
+
+def measure(table: Table, depth: int, length: int, causal: bool) -> None:
+    """One row a peer and a plan, after a comparison of their gradients."""
+    shape = (TOKENS // length, CHANNELS // depth, length, depth)
+    generator = torch.Generator("cuda").manual_seed(depth + length)
+    q, k, v, d_o = (
+        torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(4)
+    )
+    o, stats = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    pack = {"q": q, "k": k, "v": v, "o": o.contiguous(), "dO": d_o}
+    pack |= {"stats": stats.reshape(*shape[:3], 1).contiguous()}
+    leaf_q, leaf_k, leaf_v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
+    leaves = (leaf_q, leaf_k, leaf_v)
+    calls: dict[str, Call] = {}
+    engines = {}
+    for name, backend in PEERS.items():
+        try:
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(leaf_q, leaf_k, leaf_v, is_causal=causal)
+            calls[name] = functools.partial(
+                torch.autograd.grad, out, leaves, d_o, retain_graph=True
+            )
+            calls[name]()
+        except RuntimeError as error:
+            print(f"{name} does not take {shape}: {error}")
+            calls.pop(name, None)
+    reference = next(iter(calls.values()))()
+    for name, is_deterministic in (("quick", False), ("fixed", True)):
+        graph = declare(pack, causal, is_deterministic)
+        outputs = {n: torch.full_like(q, torch.nan) for n in GRADIENTS}
+        size = max(graph.get_workspace_size(), 1)
+        frame = graph.bind({**pack, **outputs}, torch.empty(size, dtype=torch.uint8, device="cuda"))
+        frame.launch()
+        for made, expected in zip(outputs.values(), reference, strict=True):
+            worst = (made.float() - expected.float()).abs().max() / expected.abs().max()
+            if not worst <= TOLERANCE:
+                raise SystemExit(f"{name} at {shape}: error {worst}")
+        calls[name], engines[name] = frame.launch, graph.selected_engine
+    flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
+    times = device_ms(calls, rounds=10)
+    for name, ms in times.items():
+        table.add(
+            depth=depth,
+            length=length,
+            causal=int(causal),
+            who=f"tilewright {engines[name]} {name}" if name in engines else f"torch {name}",
+            ms=f"{ms:.3f}",
+            tflop_s=f"{flops / ms / 1e9:.0f}",
+            of_cudnn=f"{times['cudnn'] / ms:.2f}" if "cudnn" in times else "",
+            of_flash=f"{times['flash'] / ms:.2f}" if "flash" in times else "",
+        )
+
+
+def draw(table: Table) -> None:
+    """Bars a case, a color a kernel."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = sorted({(row["depth"], row["length"], row["causal"]) for row in table.rows})
+    names = list(dict.fromkeys(row["who"] for row in table.rows))
+    figure, axes = pyplot.subplots(figsize=(14, 5))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        found = {
+            (row["depth"], row["length"], row["causal"]): float(row["tflop_s"])
+            for row in table.rows
+            if row["who"] == name
+        }
+        at = [place + number * width for place in range(len(cases))]
+        axes.bar(at, [found.get(case, 0.0) for case in cases], width, label=name)
+    labels = [f"D {d}\nS {s}\n{'causal' if c else 'full'}" for d, s, c in cases]
+    axes.set_xticks([place + 0.4 for place in range(len(cases))], labels, fontsize=7)
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"Attention backward, bfloat16, {TOKENS} tokens, {torch.cuda.get_device_name()}")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / device_name() / "attention_backward.png", dpi=110)
+
+
+def main() -> None:
+    table = Table("attention_backward", "python benchmark/attention_backward_gpu.py")
+    for depth in DEPTHS:
+        for length in LENGTHS:
+            for causal in (False, True):
+                measure(table, depth, length, causal)
+    table.write()
+    draw(table)
+
+
+if __name__ == "__main__":
+    main()
