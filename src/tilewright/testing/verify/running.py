@@ -14,7 +14,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.oracle.compare import assert_close
 from tilewright.oracle.tolerances import default_tolerance
 from tilewright.testing import detectors
-from tilewright.testing.detectors.allocation import FilledAllocations
+from tilewright.testing.detectors.allocation import ALLOCATION, FilledAllocations
 from tilewright.testing.detectors.artifacts import ARTIFACTS
 from tilewright.testing.detectors.frames import FRAMES
 from tilewright.testing.detectors.guards import NAN_PATTERN
@@ -198,7 +198,7 @@ def _detect(
     expected = case.expected if not is_graph or family.is_reference_of_graph else None
     runs: dict[str, Run] = {
         "untouched_on_refusal": lambda: _refusals(subject, given, wrong),
-        "no_allocation": lambda: detectors.no_allocation(subject, given),
+        "no_allocation": lambda: _allocations(subject, given),
         "no_synchronization": lambda: detectors.no_synchronization(subject, given),
         "wide_strides": lambda: _wide(subject, given),
         "storage_bound": lambda: detectors.storage_bound(subject, given),
@@ -246,6 +246,13 @@ def _refusals(subject: Subject, given: Tensors, wrong: Any) -> Verdict:
     if wrong == {}:
         return UNTOUCHED.declined("no operands of this family are wrong together")
     return detectors.untouched_on_refusal(subject, given, wrong)
+
+
+def _allocations(subject: Subject, given: Tensors) -> Verdict:
+    verdict = detectors.no_allocation(subject, given)
+    if verdict.is_broken and is_interpreting():
+        return ALLOCATION.declined(f"Triton's interpreter itself allocates: {verdict.text}")
+    return verdict
 
 
 def _artifacts(subject: Subject, given: Tensors) -> Verdict:
