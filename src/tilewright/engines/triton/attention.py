@@ -23,6 +23,7 @@ from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
     add_forward_operands,
     steps_in_vectors,
+    takes_tensor_maps,
 )
 from tilewright.engines.triton.attention_config import (
     MAX_DEALT_BATCH,
@@ -293,9 +294,18 @@ def _forward(
         LAST_FIRST=spec.right is not None,
         IS_AHEAD=is_ahead and spec.data_type is not DataType.FLOAT,
         BATCH_BLOCK=0 if slots_a_head is None else power_of_two(spec.batch),
-        k_map=None,
-        v_map=None,
     )
+    if (
+        is_aligned
+        and config.uses_maps
+        and arguments.constants["IS_AHEAD"]
+        and takes_tensor_maps(spec)
+    ):
+        block_d, block_dv = arguments.constants["D_BLOCK"], arguments.constants["DV_BLOCK"]
+        arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block_d))
+        arguments.tensor_map("v_map", spec.ports["v"], (1, 1, config.block_n, block_dv))
+    else:
+        arguments.constant(k_map=None, v_map=None)
     tiles = triton.cdiv(spec.rows, config.block_m)
     if slots_a_head is None:
         arguments.extent("slots", tiles)

@@ -8,11 +8,17 @@ from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.compiler import KernelSpec
-from tilewright.engines.compiled.planned import PlannedKernel, operand, pointer_type
+from tilewright.engines.compiled.planned import (
+    TRITON_TYPES,
+    PlannedKernel,
+    operand,
+    pointer_type,
+)
 from tilewright.engines.triton.attention_config import pieces
 from tilewright.engines.triton.attention_spec import AttentionSpec, Length, alibi_split
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
+from tilewright.launch.tensor_maps import map_decline_reason, tensor_map
 
 _AXES = ("batch", "head", "row", "col")
 # Short names of the statistics in kernels.
@@ -58,6 +64,12 @@ class KernelArguments:
             self.constants[name] = value
             return
         self.types[name], self.values[name] = kind, Constant(value)
+
+    def tensor_map(self, name: str, tensor: Tensor, box: tuple[int, ...]) -> None:
+        """An operand that the copy engine moves in boxes of ``box`` elements."""
+        extents = ", ".join(str(extent) for extent in box)
+        self.types[name] = f"tensordesc<{TRITON_TYPES[tensor.data_type]}[{extents}]>"
+        self.values[name] = tensor_map(tensor, self.slots[tensor.uid], box)
 
     def extent(self, name: str, value: int) -> None:
         """A count, int32, never part of the code."""
@@ -229,3 +241,12 @@ def add_forward_operands(
         FOLDS_SCALE=not changes and spec.scale is not None and spec.scale > 0.0,
         STATS_LOG2=spec.stats_log2,
     )
+
+
+def takes_tensor_maps(spec: AttentionSpec) -> bool:
+    """True if keys and values can be moved by the copy engine, a whole head size at a time."""
+    if spec.is_paged or spec.is_ragged("k") or spec.is_ragged("v"):
+        return False
+    if pieces(spec.depth)[1] or pieces(spec.depth_v)[1]:
+        return False
+    return all(map_decline_reason(spec.ports[port]) is None for port in ("k", "v"))

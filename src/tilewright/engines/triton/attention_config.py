@@ -12,6 +12,8 @@ from tilewright.graph.enums import knob_type
 
 # A matrix product takes at least this many of each axis.
 MIN_BLOCK = 16
+# Multiprocessors of the parts of SM90; no other part that the engine takes has these.
+_SM90_MULTIPROCESSORS = frozenset({78, 114, 132})
 # Few queries: at most this many, and so many with all heads of a key head.
 MAX_DECODE_ROWS = 16
 MAX_PACKED_ROWS = 64
@@ -27,6 +29,7 @@ class ForwardConfig:
 
     ``target`` is the number of programs that keys are dealt out to; 1 is one a key head, with no
     combination behind it, and 0 is the kernel that does not pack queries of several heads.
+    ``uses_maps``: keys and values come by the copy engine of SM90 where their layout allows it.
     """
 
     block_m: int
@@ -34,6 +37,7 @@ class ForwardConfig:
     warps: int
     stages: int
     target: int = 0
+    uses_maps: bool = False
 
     def knobs(self) -> Knobs:
         """The same as knobs."""
@@ -77,6 +81,11 @@ def pieces(size: int) -> tuple[int, int]:
 
 def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     """The tile for a declaration."""
+    config = _tile(spec)
+    return replace(config, uses_maps=sm_count in _SM90_MULTIPROCESSORS)
+
+
+def _tile(spec: AttentionSpec) -> ForwardConfig:
     width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))
     if spec.data_type is DataType.FLOAT:
         if width <= 64:

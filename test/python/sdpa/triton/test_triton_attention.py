@@ -160,11 +160,13 @@ results = []
 # Tiles small enough that the compiler is quick; what it takes is the same code.
 small = ((K.TILE_M, 16), (K.TILE_N, 16), (K.WARPS, 4), (K.STAGES, 2))
 for graph, knobs in (
-    (declare("bfloat16", 128, 128, 300, use_causal_mask=True), ()),
+    (declare("bfloat16", 32, 32, 300, use_causal_mask=True), small),
+    (declare("bfloat16", 64, 64, 2), ((K.SPLIT_K, 264),)),
     (declare("float16", 48, 24, 300, everything=True, sliding_window_length=70), small),
     (declare("float32", 16, 16, 300), small),
 ):
-    plan = attention.plan(graph, knobs, 132)
+    # As many multiprocessors as an SM80 has: no tensor maps, which it cannot read.
+    plan = attention.plan(graph, knobs, 108)
     for kernel in plan.kernels:
         names = list(kernel.spec.function.arg_names)
         given = [name for name, _ in kernel.spec.types]
@@ -179,6 +181,11 @@ for graph, knobs in (
                 "all_named": sorted(given + constants) == sorted(names),
                 "one_argument_each": len(kernel.arguments) == len(given),
             })
+graph = declare("bfloat16", 64, 64, 300, use_causal_mask=True)
+mapped = attention.plan(graph, ((K.TILE_M, 64), (K.TILE_N, 32), (K.WARPS, 4)), 132)
+spec = mapped.kernels[0].spec
+assert dict(spec.types)["k_map"] == "tensordesc<bf16[1, 1, 32, 64]>"
+assert len(compile_kernel(spec, (9, 0)).image) > 1000
 print(json.dumps(results))
 """
 
