@@ -112,7 +112,8 @@ def frame_of(name: str, tensors: Tensors) -> tuple[Any, torch.Tensor]:
         raise SystemExit(f"{name}: {graph.explain()}")
     (out,) = graph.outputs()
     y = torch.empty(out.dim, dtype=torch.bfloat16, device="cuda")
-    return graph.bind({**{key: tensors[key] for key in operands}, "y": y}), y
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    return graph.bind({**{key: tensors[key] for key in operands}, "y": y}, workspace), y
 
 
 def check(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -31,25 +31,31 @@ from tilewright.engines.compiled.planned import (
 )
 from tilewright.engines.triton.pointwise_codegen import Generated, function_of, generate
 from tilewright.engines.triton.pointwise_layout import Problem, Walk, problem_of, walk_of
+from tilewright.engines.triton.pointwise_modes import DOUBLE, SINGLE, WHOLE
 from tilewright.engines.triton.pointwise_nodes import Node, expressions
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant, HostScalar
+from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
 from tilewright.launch.slots import in_place_pairs, make_slots
+from tilewright.launch.workspace import plan_workspace
 from tilewright.torch_dtypes import to_torch
 
 _MOST_PROGRAMS = 2**31 - 1
 
 
+# Element types of what kernels hand to one another, with their bytes.
+_SHARES = {SINGLE: ("*fp32", 4), DOUBLE: ("*fp64", 8), WHOLE: ("*i64", 8)}
+
+
 @dataclass(frozen=True)
 class _Kernel:
-    """One generated kernel of a graph."""
+    """One generated kernel of a graph; ``shares`` are the names of its pieces of the workspace."""
 
     problem: Problem
-    walk: Walk
     made: Generated
+    shares: tuple[str, ...]
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -61,28 +67,48 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Mostly one kernel; aligned tensors get wide loads, with a general plan behind them."""
     kernels = _kernels(graph, sm_count)
+    scratch = {
+        name: size * _SHARES[kind][1]
+        for kernel in kernels
+        for name, (_, kind, size) in zip(kernel.shares, kernel.made.shares, strict=True)
+    }
+    pieces = plan_workspace(list(scratch.items())).pieces
+    offsets = {piece.name: piece.offset_bytes for piece in pieces}
     slots = slot_numbers(graph)
     wide = [
         frozenset(uid for uid in kernel.made.contiguous if _stays_aligned(kernel.problem, uid))
         for kernel in kernels
     ]
-    general = KernelPlan(tuple(_planned(kernel, slots, frozenset()) for kernel in kernels))
+    general = KernelPlan(
+        tuple(_planned(kernel, slots, offsets, frozenset()) for kernel in kernels),
+        tuple(scratch.items()),
+    )
     if not any(wide):
         return general
+    pairs = zip(kernels, wide, strict=True)
     return KernelPlan(
-        tuple(_planned(kernel, slots, uids) for kernel, uids in zip(kernels, wide, strict=True)),
+        tuple(_planned(kernel, slots, offsets, uids) for kernel, uids in pairs),
+        tuple(scratch.items()),
         needs_aligned=tuple(slots[uid] for uid in sorted(frozenset().union(*wide))),
         fallback=general,
     )
 
 
-def _planned(kernel: _Kernel, slots: Mapping[int, int], wide: frozenset[int]) -> PlannedKernel:
-    made, walk = kernel.made, kernel.walk
+def _planned(
+    kernel: _Kernel,
+    slots: Mapping[int, int],
+    offsets: Mapping[str, int],
+    wide: frozenset[int],
+) -> PlannedKernel:
+    made = kernel.made
     types: list[tuple[str, str]] = []
     arguments: list[Argument] = []
     for name, tensor in made.tensors.values():
         types.append((name, pointer_type(tensor)))
         arguments.append(operand(slots, tensor))
+    for (name, kind, _), piece in zip(made.shares, kernel.shares, strict=True):
+        types.append((name, _SHARES[kind][0]))
+        arguments.append(Scratch(offsets[piece]))
     for name, tensor in made.scalars.values():
         types.append((name, _scalar_type(tensor)))
         arguments.append(HostScalar(slots[tensor.uid], _host_value(tensor)))
@@ -93,11 +119,11 @@ def _planned(kernel: _Kernel, slots: Mapping[int, int], wide: frozenset[int]) ->
     spec = KernelSpec(
         function_of(made.name, made.text),
         tuple(types),
-        (("BLOCK_R", walk.block_rows), ("BLOCK_I", walk.block_inner)),
+        (("BLOCK_R", made.walk.block_rows), ("BLOCK_I", made.walk.block_inner)),
         frozenset(aligned),
-        walk.warps,
+        made.walk.warps,
     )
-    return PlannedKernel(spec, (walk.programs, 1, 1), tuple(arguments))
+    return PlannedKernel(spec, (made.walk.programs, 1, 1), tuple(arguments))
 
 
 def _kernels(graph: DeclaredGraph, sm_count: int) -> list[_Kernel]:
@@ -122,7 +148,11 @@ def _kernels(graph: DeclaredGraph, sm_count: int) -> list[_Kernel]:
             walked.append(_walked([output], sm_count))
             groups.append([output])
     _require_same_places(graph, [problem for problem, _ in walked])
-    return [_Kernel(problem, walk, generate(problem, walk)) for problem, walk in walked]
+    return [
+        _Kernel(problem, made, tuple(f"shares {at}.{k}" for k in range(len(made.shares))))
+        for at, (problem, walk) in enumerate(walked)
+        for made in generate(problem, walk)
+    ]
 
 
 def _walked(outputs: list[tuple[Tensor, Node]], sm_count: int) -> tuple[Problem, Walk]:

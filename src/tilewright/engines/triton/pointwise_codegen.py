@@ -20,7 +20,7 @@ import triton.language as tl
 from tilewright.dtypes import DataType
 from tilewright.engines.triton import device_math, pointwise_functions
 from tilewright.engines.triton.addressing import Axis
-from tilewright.engines.triton.pointwise_layout import Problem, Walk
+from tilewright.engines.triton.pointwise_layout import Problem, Walk, combining
 from tilewright.engines.triton.pointwise_modes import (
     CONDITION,
     DOUBLE,
@@ -31,7 +31,7 @@ from tilewright.engines.triton.pointwise_modes import (
     floating_kind,
     literal,
 )
-from tilewright.engines.triton.pointwise_nodes import Apply, Node, Read, Reduce, Scalar
+from tilewright.engines.triton.pointwise_nodes import Apply, Node, Read, Reduce, Scalar, operands_of
 from tilewright.errors import NotSupportedError
 from tilewright.graph.tensor import Tensor
 
@@ -72,6 +72,8 @@ _ELEMENTWISE = {
     "MUL_NO_ZEROS": "tl.where({0} == 0, 1.0, {0})",
 }
 _LARGEST_UNIT = 16
+# What a kernel is for: all of it, the parts of its reductions, or joining those.
+_WHOLE, _PARTS, _JOIN = "whole", "parts", "join"
 
 
 @dataclass
@@ -89,6 +91,9 @@ class Generated:
     integers: list[tuple[str, int, str]] = field(default_factory=list)
     aligned: set[str] = field(default_factory=set)
     contiguous: set[int] = field(default_factory=set)
+    walk: Walk = field(default_factory=lambda: Walk((), (), (), 1, 1))
+    # Between two kernels: (name, kind, elements) of what each reduction gives for the parts.
+    shares: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,18 @@ class _Value:
     stored: str
 
 
-def generate(problem: Problem, walk: Walk) -> Generated:
-    """The source of the kernel.
+def generate(problem: Problem, walk: Walk) -> list[Generated]:
+    """The sources: one kernel, or one for the parts of a reduction and one that joins them.
 
     Raises:
         NotSupportedError: for a mode or data type that generated kernels do not have.
     """
-    return _Writer(problem, walk).write()
+    if walk.parts == 1:
+        return [_Writer(problem, walk, _WHOLE).write()]
+    return [
+        _Writer(problem, walk, _PARTS).write(),
+        _Writer(problem, combining(walk), _JOIN, walk.parts).write(),
+    ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,9 +143,10 @@ def _names() -> dict[str, object]:
 
 
 class _Writer:
-    def __init__(self, problem: Problem, walk: Walk) -> None:
-        self.problem, self.walk = problem, walk
-        self.made = Generated()
+    def __init__(self, problem: Problem, walk: Walk, task: str, parts: int = 1) -> None:
+        self.problem, self.walk, self.task = problem, walk, task
+        self.parts = walk.parts if task == _PARTS else parts
+        self.made = Generated(walk=walk)
         self.values: dict[int, _Value] = {}
         self.results = problem.results()
         # Lines before the loop over reduced tiles, in it and after it; without a loop, all before.
@@ -151,18 +162,30 @@ class _Writer:
         head = self._index()
         stores: dict[int, list[int]] = {}
         for position, (_, node) in enumerate(self.problem.outputs):
-            stores.setdefault(id(node), []).append(position)
+            # Of two kernels the first writes what has elements along the reduced axes.
+            if self.task == _WHOLE or (self.task == _PARTS) == self.problem.is_full(node):
+                stores.setdefault(id(node), []).append(position)
+        needed = self._needed(stores)
         for node in self.problem.nodes:
+            if id(node) not in needed:
+                continue
             self.values[id(node)] = self._value(node)
             for position in stores.get(id(node), []):
                 self._store(position, node)
         lines = head + self.before
         if self.walk.is_looped:
-            lines += [f"for start in range(0, {self._number(_extent(self.walk.inner))}, BLOCK_I):"]
+            extent = self._number(_extent(self.walk.inner))
+            span = f"0, {extent}"
+            if self.task == _PARTS:
+                tiles = -(-_extent(self.walk.inner) // self.walk.block_inner)
+                size = self._number(-(-tiles // self.parts) * self.walk.block_inner)
+                span = f"part * {size}, min((part + 1) * {size}, {extent})"
+            lines += [f"for start in range({span}, BLOCK_I):"]
             lines += ["    " + line for line in [*self._inner_index("start"), *self.body]]
             lines += self.after
         made = self.made
         names = [name for name, _ in made.tensors.values()]
+        names += [name for name, _, _ in made.shares]
         names += [name for name, _ in made.scalars.values()]
         names += [name for name, _, _ in made.integers]
         names += ["BLOCK_R: tl.constexpr", "BLOCK_I: tl.constexpr"]
@@ -171,6 +194,17 @@ class _Writer:
         made.name = f"chain_{digest}"
         made.text = f"@triton.jit\ndef {made.name}({', '.join(names)}):\n{body}"
         return made
+
+    def _needed(self, stores: dict[int, list[int]]) -> set[int]:
+        """ids of the nodes that this kernel computes."""
+        needed = set(stores)
+        for node in reversed(self.problem.nodes):
+            takes_axes = self.problem.takes_axes(node)
+            if self.task == _PARTS and takes_axes:
+                needed.add(id(node))
+            if id(node) in needed and not (self.task == _JOIN and takes_axes):
+                needed.update(id(operand) for operand in operands_of(node))
+        return needed
 
     # -- the index --------------------------------------------------------------------------------
 
@@ -187,6 +221,9 @@ class _Writer:
             lines += ["tile_r = program % tiles_r", "program = program // tiles_r"]
         else:
             lines += ["tile_r = 0"]
+        if self.task == _PARTS:
+            self._integer("parts", self.parts, "i32")
+            lines += ["part = (program % parts).to(tl.int64)", "program = program // parts"]
         for at in reversed(range(len(walk.outer))):
             if at:
                 self._integer(f"extent_{at}", walk.outer[at].extent, "i32")
@@ -200,10 +237,20 @@ class _Writer:
             if _extent(walk.rows) % walk.block_rows:
                 lines += [f"in_r = r < {self._number(_extent(walk.rows))}"]
             lines += self._digits("r", walk.rows)
+        if self.task != _WHOLE:
+            lines += [f"result = {self._result_number()}"]
         if not walk.is_looped:
             start = "tile_i.to(tl.int64) * BLOCK_I" if walk.inner_tiles > 1 else ""
             lines += self._inner_index(start)
         return lines
+
+    def _result_number(self) -> str:
+        """The number of a kept element among all of them."""
+        text = ""
+        for at, axis in enumerate(self.walk.outer):
+            text = f"({text}) * {self._number(axis.extent)} + a{at}" if text else f"a{at}"
+        rows = _extent(self.walk.rows)
+        return f"({text}) * {self._number(rows)} + r" if text else "r"
 
     def _inner_index(self, start: str) -> list[str]:
         start = f"{start} + " if start else ""
@@ -401,26 +448,45 @@ class _Writer:
         tensors = (source, node.operation.outputs["out"])
         whole = source.data_type.is_integer and mode in _INTEGER_REDUCTIONS
         kind = WHOLE if whole else floating_kind(tensors)
-        operand = self.values[id(node.operand)]
         if not self.problem.takes_axes(node):
             lines = self._section(node)
-            name = self._converted(lines, operand, kind)
+            name = self._converted(lines, self.values[id(node.operand)], kind)
             name = self._set(lines, _ELEMENTWISE.get(mode, "{0}").format(name))
             return self._settled(lines, name, kind, node.data_type)
         element, neutral, whole_neutral, reduce, join, result = _REDUCTIONS[mode]
         neutral = whole_neutral if kind == WHOLE else neutral
-        lines = self.body if self.walk.is_looped else self.before
-        name = self._converted(lines, operand, kind)
-        name = self._set(lines, element.format(name))
+        if self.task == _JOIN:
+            lines, name = self.before, self._shared(kind)
+        else:
+            lines = self.body if self.walk.is_looped else self.before
+            name = self._converted(lines, self.values[id(node.operand)], kind)
+            name = self._set(lines, element.format(name))
         name = self._set(lines, f"tl.where(in_i, {name}, {neutral})")
         if self.walk.is_looped:
             total = self._set(self.before, f"tl.full((BLOCK_R, BLOCK_I), {neutral}, {kind})")
             lines.append(f"{total} = {join.format(total, name)}")
             name, lines = total, self.after
         name = self._set(lines, f"{reduce}({name})")
+        if self.task == _PARTS:
+            share = self._share(kind)
+            mask = self._mask(True, False)
+            place = f"{share} + part * {self._number(self.walk.kept)} + result"
+            lines.append(f"tl.store({place}, {name}{f', mask={mask}' if mask else ''})")
+            return _Value(name, kind, name)
         count = math.prod(a for a, b in zip(node.source_dim, node.dim, strict=True) if a != b)
         name = self._set(lines, result.format(name, count=literal(count)))
         return self._settled(lines, name, kind, node.data_type)
+
+    def _share(self, kind: str) -> str:
+        """The buffer between the kernels for the next reduction."""
+        name = f"q{len(self.made.shares)}"
+        self.made.shares.append((name, kind, self.parts * self.walk.kept))
+        return name
+
+    def _shared(self, kind: str) -> str:
+        place = f"{self._share(kind)} + i * {self._number(self.walk.kept)} + result"
+        mask = self._mask(True, True)
+        return self._set(self.before, f"tl.load({place}{f', mask={mask}' if mask else ''})")
 
     # -- results ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.engines.triton.addressing import (
     Axis,
@@ -34,8 +34,8 @@ _ELEMENTS_A_THREAD = 16
 _WARPS = 4
 _MOST_WARPS = 16
 _INT32_MAX = 2**31 - 1
-# Beyond this many elements a value, a program for each is too few programs.
-_LONG_REDUCTION = 1 << 16
+_PROGRAMS_A_MULTIPROCESSOR = 4
+_MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Walk:
     """The index of a kernel. ``strides`` of all axes follow the accesses: reads, then outputs.
 
     ``is_looped``: the reduced axes are walked tile by tile, and results are kept per element of a
-    tile until the end.
+    tile until the end. With several ``parts`` each of them is a program's, and a second kernel
+    reduces their results.
     """
 
     outer: tuple[Axis, ...]
@@ -51,8 +52,14 @@ class Walk:
     inner: tuple[Axis, ...]
     block_rows: int
     block_inner: int
-    is_reduction: bool
-    is_looped: bool
+    is_reduction: bool = False
+    is_looped: bool = False
+    parts: int = 1
+
+    @property
+    def kept(self) -> int:
+        """The number of results of each reduction."""
+        return math.prod(axis.extent for axis in self.outer) * _extent(self.rows)
 
     @property
     def row_tiles(self) -> int:
@@ -65,7 +72,7 @@ class Walk:
     @property
     def programs(self) -> int:
         outer = math.prod(axis.extent for axis in self.outer)
-        return outer * self.row_tiles * self.inner_tiles
+        return outer * self.row_tiles * self.inner_tiles * self.parts
 
     @property
     def warps(self) -> int:
@@ -157,14 +164,14 @@ def _in(problem: Problem, position: int) -> bool:
 
 def _plain_walk(axes: list[Axis]) -> Walk:
     if not axes:
-        return Walk((), (), (), 1, 1, False, False)
+        return Walk((), (), (), 1, 1)
     inner, rest = _take(axes, _SHORT)
     size = _extent(inner)
     across = _contiguous_elsewhere(inner, rest)
     if across is not None:
         rows = (rest.pop(across),)
         edges = (min(_power(_extent(rows)), _TRANSPOSED_EDGE), min(_power(size), _TRANSPOSED_EDGE))
-        return Walk(tuple(rest), rows, inner, *edges, False, False)
+        return Walk(tuple(rest), rows, inner, *edges)
     is_repeated = rest and any(
         own and not step for own, step in zip(inner[-1].strides, rest[-1].strides, strict=True)
     )
@@ -172,11 +179,18 @@ def _plain_walk(axes: list[Axis]) -> Walk:
     tile, block = (2 * _TILE, _TILE // 2) if is_repeated else (_TILE, _TILE)
     block = min(_power(size), block)
     if not rest or block == tile:
-        return Walk(tuple(rest), (), inner, 1, block, False, False)
+        return Walk(tuple(rest), (), inner, 1, block)
     rows = (rest.pop(),)
-    return Walk(
-        tuple(rest), rows, inner, min(_power(_extent(rows)), tile // block), block, False, False
-    )
+    return Walk(tuple(rest), rows, inner, min(_power(_extent(rows)), tile // block), block)
+
+
+def combining(walk: Walk) -> Walk:
+    """The walk of the kernel that reduces the results of the parts."""
+    block = _power(walk.parts)
+    rows = max(1, min(walk.block_rows, _REDUCED_TILE // block))
+    none = (0,) * len((*walk.outer, *walk.rows, *walk.inner)[0].strides)
+    inner = (Axis(walk.parts, none),)
+    return Walk(walk.outer, walk.rows, inner, rows, block, is_reduction=True)
 
 
 def _reducing_walk(problem: Problem, kept: list[Axis], reduced: list[Axis], sm_count: int) -> Walk:
@@ -204,15 +218,16 @@ def _reducing_walk(problem: Problem, kept: list[Axis], reduced: list[Axis], sm_c
         block_rows = max(1, min(block_rows, MAX_ROW // block))
     if not across:
         block_rows = max(1, min(_power(_extent(rows)), _REDUCED_TILE // block))
-    walk = Walk(
-        tuple(rest), rows, tuple(reduced), block_rows, block, True, is_looped=block < length
-    )
-    if walk.is_looped and length > _LONG_REDUCTION and 2 * walk.programs < sm_count:
-        raise NotSupportedError(
-            f"{walk.programs} programs would reduce {length} elements each; the kernel does not "
-            "split a reduction"
-        )
-    return walk
+    walk = Walk(tuple(rest), rows, tuple(reduced), block_rows, block, True, block < length)
+    return replace(walk, parts=_parts(walk, sm_count)) if walk.is_looped else walk
+
+
+def _parts(walk: Walk, sm_count: int) -> int:
+    """Parts of about equally many tiles, for enough programs."""
+    tiles = _tiles(walk.inner, walk.block_inner)
+    wanted = -(-_PROGRAMS_A_MULTIPROCESSOR * sm_count // walk.programs)
+    wanted = max(1, min(wanted, tiles, _MOST_PARTS))
+    return -(-tiles // -(-tiles // wanted))
 
 
 def _reduced_axes(reductions: Sequence[Reduce], rank: int) -> frozenset[int]:

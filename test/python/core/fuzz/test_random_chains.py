@@ -25,9 +25,13 @@ from tilewright.engines.triton.engine import interpreting
 from tilewright.errors import GraphError, NotSupportedError
 from tilewright.graph.operations.pointwise_modes import POINTWISE_MODES
 
-pytestmark = pytest.mark.skipif(
-    os.path.exists("/dev/nvidiactl"), reason="runs on the CPU; a GPU has its own tests"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.path.exists("/dev/nvidiactl"), reason="runs on the CPU; a GPU has its own tests"
+    ),
+    # numpy's, under the interpreter.
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+]
 
 FAMILIES = (
     *(elementwise.pointwise,) * 6,
@@ -69,7 +73,7 @@ class Counts:
         self.modes: Counter[str] = Counter()
 
     def check(self, case: Case) -> None:
-        if case.error is not None:
+        if case.error is not None or _beyond_torch(case):
             return
         try:
             case.graph.validate()
@@ -85,6 +89,13 @@ class Counts:
             judge(case, run(case))
         self.taken += 1
         self.modes.update(getattr(op, "mode", op.kind) for op in case.graph.operations)
+
+
+def _beyond_torch(case: Case) -> bool:
+    """True if the reference would slice by a step over which its stride overflows."""
+    operations = case.graph.operations
+    slices = any(operation.kind == "slice" for operation in operations)
+    return slices and any(max(t.stride, default=0) >= 2**60 for t in case.graph.tensors)
 
 
 def check_chains(seed: int, count: int) -> Counts:
