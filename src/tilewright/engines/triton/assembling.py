@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import PlannedKernel, operand, pointer_type
-from tilewright.engines.triton.rows import Steps
+from tilewright.engines.triton.rows import Plane, Steps
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant
 
@@ -90,3 +90,10 @@ class Assembly:
             warps,
         )
         return PlannedKernel(spec, grid, tuple(self.arguments[name] for name in run_time))
+
+
+def row_integers(assembly: Assembly, grounds: Plane, x: Tensor) -> None:
+    """How many rows there are; the compiler is told what divides that where lanes go along rows."""
+    size = max(1, x.data_type.bits // 8) if grounds.is_row_contiguous("x") else 0
+    assembly.integer("rows", grounds.rows, size)
+    assembly.integer("inner_rows", grounds.inner_rows, size)

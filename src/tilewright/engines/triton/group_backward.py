@@ -22,7 +22,12 @@ from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_
 from tilewright.engines.triton.assembling import Assembly
 from tilewright.engines.triton.norm_problem import NormProblem, backward_problem
 from tilewright.engines.triton.norm_tiles import place
-from tilewright.engines.triton.normalization_split import MIN_COLUMNS, cut_integers, cut_rows
+from tilewright.engines.triton.normalization_split import (
+    MAX_SCATTERED_COLUMNS,
+    MIN_COLUMNS,
+    cut_integers,
+    cut_rows,
+)
 from tilewright.engines.triton.rows import only_operation
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note
@@ -33,8 +38,8 @@ from tilewright.launch.workspace import plan_workspace
 # A row longer than this, beside its gradient, does not fit a program's registers.
 MAX_WIDTH = 16384
 _ELEMENTS_A_WARP = 512
-_MAX_SPLITS = 128
-_PROGRAMS_A_MULTIPROCESSOR = 8
+_MAX_SPLITS = 256
+_PROGRAMS_A_MULTIPROCESSOR = 12
 _WARPS = 4
 _JOINED_ROWS = 32
 # Tile of the kernel that sums over samples.
@@ -319,8 +324,11 @@ def _plan(problem: NormProblem, assembly: Assembly, sm_count: int) -> KernelPlan
     grounds = problem.plane
     names = ("grad", "x", "scale", "mean", "inverse", "dx", "dscale", "dbias")
     problem.operands(assembly, names)
-    is_whole = grounds.columns <= MAX_WIDTH and (
-        grounds.columns <= MIN_COLUMNS or grounds.rows >= 2 * sm_count
+    is_scattered = grounds.is_row_contiguous("x")
+    is_whole = grounds.columns <= min(
+        MAX_WIDTH,
+        MAX_SCATTERED_COLUMNS // 2 if is_scattered else MAX_WIDTH,
+        MIN_COLUMNS if grounds.rows < 2 * sm_count else MAX_WIDTH,
     )
     cut = cut_rows(grounds, "x", _PROGRAMS_A_MULTIPROCESSOR * sm_count, _MAX_SPLITS)
     size = 8 if problem.is_double else 4
@@ -338,12 +346,12 @@ def _plan(problem: NormProblem, assembly: Assembly, sm_count: int) -> KernelPlan
     }
     kernels = []
     if is_whole:
-        cut_integers(assembly, grounds, cut)
+        cut_integers(assembly, grounds, cut, problem.tensors["x"])
         kernels.append(_whole_kernel(problem, assembly, shared))
     else:
         for name, offset in zip(("part_g", "part_gx"), parts, strict=True):
             assembly.pointer(name, f"*{problem.compute_name}", Scratch(offset))
-        cut_integers(assembly, grounds, cut)
+        cut_integers(assembly, grounds, cut, problem.tensors["x"])
         tile = {"ROWS": cut.rows, "COLUMNS": cut.columns}
         grid = (cut.row_blocks * cut.parts, 1, 1)
         kernels.append(assembly.kernel(group_parts, grid, _WARPS, **shared, **tile))
@@ -352,7 +360,7 @@ def _plan(problem: NormProblem, assembly: Assembly, sm_count: int) -> KernelPlan
         for name in ("tiles_a_part", "programs"):
             assembly.types.pop(name, None)
             assembly.constants.pop(name, None)
-        cut_integers(assembly, grounds, cut)
+        cut_integers(assembly, grounds, cut, problem.tensors["x"])
         grid = (cut.row_blocks * cut.parts, 1, 1)
         kernels.append(assembly.kernel(group_dx, grid, _WARPS, **shared, **tile))
     if is_whole or _has_samples(problem):
@@ -364,10 +372,9 @@ def _whole_kernel(
     problem: NormProblem, assembly: Assembly, shared: Mapping[str, object]
 ) -> PlannedKernel:
     grounds = problem.plane
-    steps = grounds.steps["x"]
     block = triton.next_power_of_2(grounds.columns)
     # Neighbours in memory may be of different rows: then a tile takes several.
-    budget = 16 * _ELEMENTS_A_WARP if steps.column_inner != 1 else 4 * _ELEMENTS_A_WARP
+    budget = (16 if grounds.is_row_contiguous("x") else 4) * _ELEMENTS_A_WARP
     rows = max(1, min(32, budget // block, triton.next_power_of_2(grounds.rows)))
     warps = max(1, min(16, rows * block // _ELEMENTS_A_WARP))
     return assembly.kernel(

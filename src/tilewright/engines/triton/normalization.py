@@ -20,7 +20,7 @@ import triton.language as tl
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, slot_numbers
 from tilewright.engines.triton import normalization_split
-from tilewright.engines.triton.assembling import Assembly
+from tilewright.engines.triton.assembling import Assembly, row_integers
 from tilewright.engines.triton.device_math import narrow
 from tilewright.engines.triton.norm_codegen import WHOLE_ROWS, fused_kernel
 from tilewright.engines.triton.norm_fusion import fusion_of
@@ -247,8 +247,7 @@ def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
 
 def config_of(problem: NormProblem) -> NormConfig:
     """The config of a problem whose rows fit a program."""
-    steps = problem.plane.steps["x"]
-    is_row_contiguous = steps.column_inner != 1 and steps.row_inner == 1
+    is_row_contiguous = problem.plane.is_row_contiguous("x")
     return choose_config(problem.plane.columns, is_row_contiguous=is_row_contiguous)
 
 
@@ -284,6 +283,8 @@ def is_split(problem: NormProblem, sm_count: int) -> bool:
     columns = problem.plane.columns
     if columns > MAX_WIDTH or _has_given_statistics(problem):
         return True
+    if problem.plane.is_row_contiguous("x") and columns > normalization_split.MAX_SCATTERED_COLUMNS:
+        return True
     return columns > normalization_split.MIN_COLUMNS and problem.plane.rows < 2 * sm_count
 
 
@@ -302,8 +303,7 @@ def row_plan(
     tiles = triton.cdiv(grounds.rows, config.rows)
     programs = min(tiles, config.programs * sm_count) if config.programs else tiles
     scratch = problem.maxima(assembly, programs, ())
-    assembly.integer("rows", grounds.rows)
-    assembly.integer("inner_rows", grounds.inner_rows)
+    row_integers(assembly, grounds, problem.tensors["x"])
     assembly.integer("trips", triton.cdiv(tiles, programs))
     affine = [grounds.steps[name] for name in ("scale", "bias") if name in problem.tensors]
     if config.programs and not any(steps.varies_by_row for steps in affine):

@@ -20,24 +20,27 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
-from tilewright.engines.triton.assembling import Assembly
+from tilewright.engines.triton.assembling import Assembly, row_integers
 from tilewright.engines.triton.device_math import narrow
 from tilewright.engines.triton.norm_codegen import TILES, fused_kernel
 from tilewright.engines.triton.norm_problem import RUNNING, NormProblem, Scratches
 from tilewright.engines.triton.norm_tiles import place, step_running, stored
 from tilewright.engines.triton.rows import Plane
+from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Scratch
 from tilewright.launch.workspace import plan_workspace
 
 # Shorter rows are taken whole even where they are few.
 MIN_COLUMNS = 4096
+# Longer ones are cut where neighbours in memory are of different rows: too few would fit a tile.
+MAX_SCATTERED_COLUMNS = 1024
 TILE_ELEMENTS = 2048
 _MAX_ROWS_A_TILE = 64
-_MAX_SPLITS = 128
-_PROGRAMS_A_MULTIPROCESSOR = 8
+_MAX_SPLITS = 256
+_PROGRAMS_A_MULTIPROCESSOR = 12
 _WARPS = 4
 # Rows that one program of the second kernel joins.
-_JOINED_ROWS = 32
+_JOINED_ROWS = 8
 
 
 @triton.jit
@@ -298,14 +301,13 @@ class Cut:
 
 def cut_rows(grounds: Plane, name: str, programs: int, max_parts: int) -> Cut:
     """The cut for about ``programs`` programs; ``name`` is the operand whose layout decides."""
-    steps = grounds.steps[name]
     # Lanes go along the axis that is contiguous in memory.
-    if steps.column_inner != 1 and steps.row_inner == 1:
+    if grounds.is_row_contiguous(name):
         rows = min(_MAX_ROWS_A_TILE, triton.next_power_of_2(grounds.inner_rows))
         columns = min(TILE_ELEMENTS // rows, triton.next_power_of_2(grounds.inner_columns))
     else:
         columns = _columns_of(grounds.inner_columns)
-        rows = max(1, min(TILE_ELEMENTS // columns // 2, triton.next_power_of_2(grounds.rows)))
+        rows = max(1, min(TILE_ELEMENTS // columns, triton.next_power_of_2(grounds.rows)))
     runs = grounds.columns // grounds.inner_columns
     tiles_a_run = triton.cdiv(grounds.inner_columns, columns)
     tiles_a_row = runs * tiles_a_run
@@ -330,11 +332,10 @@ def _columns_of(extent: int) -> int:
     return min(covering, key=lambda size: (round(8 * size * -(-extent // size) / extent), -size))
 
 
-def cut_integers(assembly: Assembly, grounds: Plane, cut: Cut) -> None:
+def cut_integers(assembly: Assembly, grounds: Plane, cut: Cut, x: Tensor) -> None:
     """The integers that every kernel over a cut takes."""
+    row_integers(assembly, grounds, x)
     for name, value in (
-        ("rows", grounds.rows),
-        ("inner_rows", grounds.inner_rows),
         ("columns", grounds.columns),
         ("row_blocks", cut.row_blocks),
         ("tiles_a_row", cut.tiles_a_row),
@@ -386,7 +387,7 @@ def _plan(
         ("part_means", "part_squares", "means", "inverses"), pieces, strict=True
     ):
         assembly.pointer(name, pointer, Scratch(piece.offset_bytes))
-    cut_integers(assembly, grounds, cut)
+    cut_integers(assembly, grounds, cut, problem.tensors["x"])
     parts = assembly.kernel(
         fused_kernel(norm_parts, problem.fusion, TILES, problem.fused_names),
         (cut.row_blocks * cut.parts, 1, 1),
@@ -418,7 +419,7 @@ def _plan(
     # The statistics of row r are at r: one axis of rows, or two that join.
     for name, piece in (("mean", pieces[2]), ("inverse", pieces[3])):
         own.pointer(name, pointer, Scratch(piece.offset_bytes))
-        own.integer(f"{name}_outer", grounds.inner_rows)
+        own.integer(f"{name}_outer", grounds.inner_rows, size)
         own.integer(f"{name}_inner", 1)
     kernels, scratch = _apply_kernels(problem, own, sm_count, scratch)
     return KernelPlan((parts, join, *kernels), scratch)
@@ -431,7 +432,7 @@ def _apply_kernels(
     grounds = problem.plane
     programs = 4 * _PROGRAMS_A_MULTIPROCESSOR * sm_count
     cut = cut_rows(grounds, "x", programs, grounds.columns)
-    cut_integers(assembly, grounds, cut)
+    cut_integers(assembly, grounds, cut, problem.tensors["x"])
     count = cut.row_blocks * cut.parts
     scratch = problem.maxima(assembly, count, scratch)
     affine = [grounds.steps[name] for name in ("scale", "bias") if name in problem.tensors]

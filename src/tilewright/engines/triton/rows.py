@@ -54,6 +54,11 @@ class Plane:
     column_axes: int
     steps: Mapping[str, Steps]
 
+    def is_row_contiguous(self, name: str) -> bool:
+        """True if an operand's neighbours in memory are of different rows."""
+        steps = self.steps[name]
+        return steps.row_inner == 1 and steps.column_inner != 1
+
 
 def plane(
     tensors: Mapping[str, Tensor],
