@@ -18,7 +18,7 @@ BINDER = f"{P}/core/launch/test_binder.py"
 PLANS = f"{P}/core/planning/test_plans.py"
 SDPA = f"{P}/sdpa/torch/test_sdpa_functions.py"
 SEQUENCES = f"{P}/sdpa/aten/test_attention_sequences.py"
-TRITON = f"{P}/norm/triton/test_triton_norms.py"
+TRITON = f"{P}/norm/triton"
 ON_GPU = f"{P}/norm/triton/test_triton_norms_on_gpu.py"
 
 
@@ -221,6 +221,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_memory.py::test_page_index_beyond_32_bits",
             f"{P}/sdpa/aten/test_attention_memory.py::test_token_stride_beyond_32_bits",
             f"{ON_GPU}::test_row_strides_beyond_32_bits_are_addressed",
+            f"{TRITON}/test_triton_norm_layouts_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
         ),
     ),
     Case(
@@ -297,7 +298,9 @@ CASES: tuple[Case, ...] = (
     Case(
         "B18",
         "a call site has the compiled kernel's arguments",
-        (f"{TRITON}::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",),
+        (
+            f"{TRITON}/test_triton_norms_compile.py::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
+        ),
     ),
     Case(
         "B22",
@@ -397,6 +400,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/norm/aten/test_aten_normalization.py",
             f"{P}/batchnorm/aten/test_aten_batchnorm.py",
             f"{P}/norm/torch/test_norm_functions.py",
+            TRITON,
         ),
     ),
     Case(
