@@ -67,7 +67,10 @@ def assert_close(
     Raises:
         OracleError: They differ (it is an AssertionError). The message has at most 40 lines.
         ValueError: The reference, the tolerance or the baseline cannot be used.
+        TypeError: What is compared is no strided tensor of real numbers in memory.
     """
+    _require_values(actual, name)
+    _require_values(expected, f"{name}: the reference")
     chosen = actual.dtype if data_type is None else data_type
     if actual.shape != expected.shape:
         raise OracleError(
@@ -92,7 +95,7 @@ def assert_close(
         lines = [str(failure), *where_wrong(wrong)]
         lines += _picture(picture, wrong.to(torch.float64), None, plane, name)
         raise OracleError(bounded("\n".join(lines))) from None
-    error = torch.where(finite, (got - want).abs(), 0.0)
+    error = torch.where(finite, _distance(actual, expected, got, want), 0.0)
     found = Comparison(float(error.max()), root_mean_square(error[finite]), bound)
     bad = error > bound.limit
     spread = bound.rms_limit is not None and found.rms_error > bound.rms_limit
@@ -101,6 +104,59 @@ def assert_close(
         lines = _picture(picture, error, bound.limit, plane, name)
         raise OracleError(bounded("\n".join([*lines, report])))
     return found
+
+
+def _require_values(tensor: object, what: str) -> None:
+    """Refuse what would be compared in part only, or not at all.
+
+    Raises:
+        TypeError: saying what came and what to give instead.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what}: got {type(tensor).__name__}; expected a torch tensor")
+    advice = None
+    if tensor.is_complex():
+        advice = "compare torch.view_as_real of both"
+    elif tensor.is_quantized or tensor.layout is not torch.strided:
+        advice = "compare what it stands for, dense"
+    elif tensor.device.type == "meta":
+        advice = "it has no values"
+    elif tensor.dtype is getattr(torch, "float4_e2m1fn_x2", None):
+        advice = "compare the unpacked numbers"
+    if advice is not None:
+        raise TypeError(
+            f"{what}: a {tensor.dtype} tensor, {tensor.layout}, on {tensor.device}: {advice}"
+        )
+
+
+def _distance(
+    actual: torch.Tensor, expected: torch.Tensor, got: torch.Tensor, want: torch.Tensor
+) -> torch.Tensor:
+    """|actual - expected|, not 0 for different integers that float64 rounds to one number."""
+    if not {actual.dtype, expected.dtype} & _LONG:
+        return (got - want).abs()
+    (got_high, got_low), (want_high, want_low) = (
+        _halves(actual.detach(), got),
+        _halves(expected.detach(), want),
+    )
+    return ((got_high - want_high) * _HALF + (got_low - want_low.to(got.device))).abs()
+
+
+# Integers of more bits than a float64 has.
+_LONG = {torch.int64, torch.uint64}
+_HALF = 2.0**32
+
+
+def _halves(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(high, low) float64 with high * 2^32 + low equal to each number."""
+    if tensor.dtype not in _LONG:
+        high = torch.floor(values / _HALF)
+        return high, values - high * _HALF
+    bits = tensor.view(torch.int64).to(values.device)
+    high = bits >> 32
+    if tensor.dtype is torch.uint64:
+        high = high & 0xFFFFFFFF
+    return high.double(), (bits & 0xFFFFFFFF).double()
 
 
 def _picture(

@@ -135,8 +135,8 @@ def bound_by_tolerance(
             that is not float64: TF32 products alone put one off by about this much.
     """
     chosen = default_tolerance(data_type) if tol is None else tol
-    if not (math.isfinite(chosen) and chosen >= 0):
-        raise ValueError(f"{name}: tol is {tol}; expected a finite number of at least 0")
+    if not (isinstance(chosen, int | float) and math.isfinite(chosen) and chosen >= 0):
+        raise ValueError(f"{name}: tol is {tol!r}; expected a finite number of at least 0")
     require_float64(expected, chosen, name)
     largest = largest_magnitude(to_float64(expected.detach()))
     return Bound(

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -306,3 +307,54 @@ def test_root_mean_square_does_not_overflow() -> None:
         5e200 / math.sqrt(2)
     )
     assert root_mean_square(torch.zeros(0, dtype=torch.float64)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53])),
+        (torch.tensor([2**53 + 1]), torch.tensor([2.0**53], dtype=torch.float64)),
+        (torch.tensor([-(2**63)]), torch.tensor([-(2**63) + 1])),
+        (
+            torch.tensor([2**63 + 1], dtype=torch.uint64),
+            torch.tensor([2**63 + 3], dtype=torch.uint64),
+        ),
+    ],
+)
+def test_integers_that_float64_rounds_to_one_number_differ(
+    actual: torch.Tensor, expected: torch.Tensor
+) -> None:
+    with pytest.raises(OracleError, match="1 of 1 elements"):
+        assert_close(actual, expected)
+    assert_close(actual, actual.clone())
+    assert_close(actual + 1 if actual.dtype is torch.int64 else actual, actual, tol=1e-12)
+
+
+def test_small_integers_against_floats() -> None:
+    assert_close(torch.tensor([-3, 2**40]), torch.tensor([-3.0, 2.0**40], dtype=torch.float64))
+    with pytest.raises(OracleError, match="1 of 2 elements"):
+        assert_close(torch.tensor([-3, 7]), torch.tensor([-3.5, 7.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("values", "advice"),
+    [
+        (torch.ones(2, dtype=torch.complex64), "view_as_real"),
+        (torch.eye(2).to_sparse()[0], "dense"),
+        (torch.ones(2, device="meta"), "no values"),
+        ([1.0, 1.0], "got list; expected a torch tensor"),
+        (None, "got NoneType"),
+    ],
+    ids=["complex", "sparse", "meta", "list", "none"],
+)
+def test_what_would_be_compared_in_part_is_refused(values: Any, advice: str) -> None:
+    reference = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=f"result: .*{advice}"):
+        assert_close(values, reference)
+    with pytest.raises(TypeError, match=f"result: the reference: .*{advice}"):
+        assert_close(reference, values)
+
+
+def test_a_tolerance_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="tol is '1e-3'"):
+        assert_close(torch.ones(2), torch.ones(2, dtype=torch.float64), tol="1e-3")  # type: ignore[arg-type]
