@@ -208,7 +208,9 @@ def _reads_elsewhere(problem: Problem, out: Tensor, source: Tensor) -> bool:
             continue
         if not places or problem.offsets[at]:
             return True
-        if any(axis.strides[at] != axis.strides[places[0]] for axis in axes):
+        # Without a step along an axis, programs that come later read it again.
+        steps = [(axis.strides[at], axis.strides[places[0]]) for axis in axes]
+        if any(own != other or not own for own, other in steps):
             return True
     return False
 
