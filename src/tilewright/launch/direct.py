@@ -270,9 +270,12 @@ def _filling(
             names[values[-1]] = argument.value
         else:
             # A tensor map: the general filling encodes it.
-            starts = ", ".join(f"p{i}" if i in given else "0" for i in range(len(binder.slots)))
+            numbers = range(len(binder.slots))
+            starts = ", ".join(f"p{i}" if i in given else "0" for i in numbers)
+            stops = ", ".join(f"p{i} + {_span(binder, i)}" if i in given else "0" for i in numbers)
             scratch = "w" if binder.workspace_bytes else "0"
-            return [f"  entry[1].launches[{position}].fill(({starts}, ), (), {scratch})"]
+            fill = f"entry[1].launches[{position}].fill"
+            return [f"  {fill}(({starts}, ), ({stops}, ), (), {scratch})"]
     if not varying:
         return []
     first, last = varying[0], varying[-1] + 1

@@ -167,7 +167,7 @@ class BoundLaunch:
             )
         )
         # What the block's tensor maps point to now: the same again needs no encoding.
-        self._mapped = [0] * len(launch.maps)
+        self._mapped = [(0, 0)] * len(launch.maps)
         call = launch.call
         self._launch_kernel, self._streams, self._function = (
             call.launch,
@@ -175,17 +175,19 @@ class BoundLaunch:
             call.function,
         )
 
-    def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
-        """Bind: see ``KernelLaunch.fill``.
+    def fill(
+        self, starts: Sequence[int], stops: Sequence[int], views: Sequence[Any], scratch: int
+    ) -> None:
+        """Bind: see ``KernelLaunch.fill``; operands end at ``stops``.
 
         Raises:
             BindingError: if an operand's address does not suit its tensor map.
         """
         for number, (offset, encoder) in enumerate(self._launch.maps):
-            start = starts[encoder.slot]
-            if self._mapped[number] != start:
-                self.block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start)
-                self._mapped[number] = start
+            start, stop = starts[encoder.slot], stops[encoder.slot]
+            if self._mapped[number] != (start, stop):
+                self.block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start, stop)
+                self._mapped[number] = (start, stop)
         self._launch.fill(self.block, starts, views, scratch)
 
     def run(self, stream: int) -> None:
@@ -211,10 +213,12 @@ class BoundPlan:
             self.launches[0].run if len(self.launches) == 1 else self._run_all
         )
 
-    def fill(self, starts: Sequence[int], views: Sequence[Any], scratch: int) -> None:
+    def fill(
+        self, starts: Sequence[int], stops: Sequence[int], views: Sequence[Any], scratch: int
+    ) -> None:
         """Bind every kernel."""
         for launch in self.launches:
-            launch.fill(starts, views, scratch)
+            launch.fill(starts, stops, views, scratch)
 
     def _run_all(self, stream: int) -> None:
         for launch in self.launches:

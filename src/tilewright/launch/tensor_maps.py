@@ -33,7 +33,9 @@ class TensorMap:
     """A tensor-map argument: the operand of ``slot`` as the copy engine sees it.
 
     ``dim`` and ``stride`` are in elements, outermost axis first, the last stride 1; ``box`` is
-    what one copy moves; ``swizzle_bytes`` is the width of the swizzle in shared memory.
+    what one copy moves; ``swizzle_bytes`` is the width of the swizzle in shared memory. With
+    ``is_flat`` the operand is a ragged one: its second axis from the end (rows of all sequences,
+    one after another) reaches as far as the bytes that a call's buffer owns.
     """
 
     slot: int
@@ -43,6 +45,7 @@ class TensorMap:
     stride: tuple[int, ...]
     box: tuple[int, ...]
     swizzle_bytes: int
+    is_flat: bool = False
 
     @property
     def rank(self) -> int:
@@ -61,28 +64,34 @@ def tensor_map(
         NotSupportedError: naming the tensor and the rule that its declaration breaks.
     """
     item_bytes = tensor.data_type.bits // 8
-    rule = map_decline_reason(tensor)
+    is_flat = tensor.ragged_offset is not None
+    dim = (1, *tensor.dim[1:]) if is_flat else tensor.dim
+    rule = map_decline_reason(tensor, is_flat=is_flat)
     if rule is not None:
         raise NotSupportedError(f"tensor {tensor.label()}: {rule}")
     # A singleton axis is never stepped: whatever its stride is, one that the driver takes does.
     stride = tuple(
         step if extent > 1 or axis == tensor.rank - 1 else STEP_BYTES
-        for axis, (extent, step) in enumerate(zip(tensor.dim, tensor.stride, strict=True))
+        for axis, (extent, step) in enumerate(zip(dim, tensor.stride, strict=True))
     )
     inner = min(box[-1], (swizzle_bytes or box[-1] * item_bytes) // item_bytes)
     return TensorMap(
         slot,
         tensor.label(),
         tensor.data_type,
-        tensor.dim,
+        dim,
         (*stride[:-1], 1),
         (*box[:-1], inner),
         swizzle_bytes,
+        is_flat,
     )
 
 
-def map_decline_reason(tensor: Tensor) -> str | None:
-    """Why no tensor map describes the declaration, or None if one does."""
+def map_decline_reason(tensor: Tensor, *, is_flat: bool = False) -> str | None:
+    """Why no tensor map describes the declaration, or None if one does.
+
+    ``is_flat``: the first axis is not stepped, and rows are as many as a call brings.
+    """
     if tensor.data_type not in _DATA_TYPES:
         return f"data type {tensor.data_type.name} has no tensor map"
     if not 1 <= tensor.rank <= MAX_RANK:
@@ -93,6 +102,8 @@ def map_decline_reason(tensor: Tensor) -> str | None:
         return f"stride {tensor.stride}; a tensor map needs 1 on the last axis"
     item_bytes = tensor.data_type.bits // 8
     for axis, extent in enumerate(tensor.dim[:-1]):
+        if is_flat and axis == 0:
+            continue
         step_bytes = tensor.stride[axis] * item_bytes
         if extent > 1 and (step_bytes % STEP_BYTES or not 0 < step_bytes < MAX_STEP_BYTES):
             return (
@@ -107,7 +118,9 @@ class TensorMapEncoder:
 
     def __init__(self, argument: TensorMap) -> None:
         self.slot = argument.slot
+        self.is_flat = argument.is_flat
         self._label = argument.label
+        self._argument = argument
         rank = argument.rank
         item_bytes = argument.data_type.bits // 8
         # The driver lists the innermost axis first, and no stride for it.
@@ -126,8 +139,8 @@ class TensorMapEncoder:
             _FILL_ZERO,
         )
 
-    def encode(self, start: int) -> bytes:
-        """The 128 bytes of the map for an operand that starts at ``start``.
+    def encode(self, start: int, stop: int) -> bytes:
+        """The 128 bytes of the map for an operand in bytes ``start`` to ``stop``.
 
         Raises:
             BindingError: if the address is not a multiple of 16 bytes.
@@ -139,10 +152,26 @@ class TensorMapEncoder:
                 f"map, which needs a multiple of {STEP_BYTES} bytes. Copy it, or bar the engine "
                 "before the graph is built: graph.deselect_engines(['hopper'])"
             )
+        arrays = self._arrays
+        if self.is_flat:
+            arrays = (self._flat_dim(stop - start), *arrays[1:])
         memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
         skip = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
         status = driver().cuTensorMapEncodeTiled(
-            ctypes.addressof(memory) + skip, *self._leading, start, *self._arrays, *self._modes
+            ctypes.addressof(memory) + skip, *self._leading, start, *arrays, *self._modes
         )
         check(status, f"tensor {self._label}: encoding its tensor map")
         return memory.raw[skip : skip + TENSOR_MAP_BYTES]
+
+    def _flat_dim(self, owned_bytes: int) -> ctypes.Array[ctypes.c_uint64]:
+        """The extents for a buffer of ``owned_bytes``: as many rows as all heads have of it."""
+        made = self._argument
+        owned = owned_bytes // (made.data_type.bits // 8)
+        before = sum(
+            (extent - 1) * step
+            for extent, step in zip(made.dim[:-2], made.stride[:-2], strict=True)
+        )
+        # No row at all is one that no sequence has: a map has no empty axis.
+        rows = max((owned - before - made.dim[-1]) // made.stride[-2] + 1, 1)
+        dim = (made.dim[-1], rows, *reversed(made.dim[:-2]))
+        return (ctypes.c_uint64 * made.rank)(*dim)

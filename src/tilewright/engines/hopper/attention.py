@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from triton.experimental.gluon import language as gl
@@ -104,48 +105,48 @@ def plan_with(
 ) -> KernelPlan:
     """The plan of one configuration."""
     slots = slot_numbers(graph)
-    q, k, v, out = (spec.ports[port] for port in ("q", "k", "v", "O"))
+    ports = spec.ports
     depth, depth_v = padded(spec.depth), padded(spec.depth_v)
-    boxes = {
-        "q_map": (q, (1, 1, _WARPGROUP_ROWS, depth)),
-        "k_map": (k, (1, 1, config.block_n, depth)),
-        "v_map": (v, (1, 1, config.block_n, depth_v)),
-        "o_map": (out, (1, 1, _WARPGROUP_ROWS, depth_v)),
+    widths = {
+        "q": (_WARPGROUP_ROWS, depth),
+        "k": (config.block_n, depth),
+        "v": (config.block_n, depth_v),
+        "O": (_WARPGROUP_ROWS, depth_v),
     }
-    stats, sink = spec.ports.get("Stats"), spec.ports.get("sink_token")
-    # Absent operands keep their place; q stands in, and the kernel does not look at it.
-    pointers = {"stats": stats or q, "sink": sink or q, "k": k, "v": v}
     tiles = -(-spec.rows // config.block_m)
     heads = spec.batch * spec.heads_q
+    values: dict[str, tuple[str, Argument]] = {}
+    for port, width in widths.items():
+        box = (1, 1, *width)
+        made = tensor_map(ports[port], slots[ports[port].uid], box)
+        values[f"{port.lower()}_map"] = (_map_type(ports[port], box), made)
+    # Absent operands keep their place; q stands in, and the kernel does not look at it.
+    for port in ("q", "k", "v", "O", "Stats"):
+        _add_operand(values, port.lower(), ports.get(port), ports["q"], slots)
+    _add_pointer(values, "sink", ports.get("sink_token") or ports["q"], slots)
+    lengths = {"lengths_q": spec.lengths_q, "lengths_kv": spec.lengths_kv}
+    for name, tensor in lengths.items():
+        _add_pointer(values, name, ports["q"] if tensor is None else tensor, slots)
+        step = 0 if tensor is None else tensor.stride[0]
+        values[f"{name}_step"] = ("i64", Constant(step))
+    values["scale"] = ("fp32", Constant(spec.scale))
     integers = {
         "rows": spec.rows,
         "keys": spec.keys,
+        "depth": spec.depth,
+        "depth_v": spec.depth_v,
         "left": spec.left or 0,
         "right": spec.right or 0,
         "tiles": tiles,
         "heads": heads,
         "heads_q": spec.heads_q,
         "group": spec.group,
-        "depth": spec.depth,
-        "depth_v": spec.depth_v,
     }
-    steps = (0, 0, 0) if stats is None else stats.stride[:3]
-    wide = dict(zip(("stats_batch", "stats_head", "stats_row"), steps, strict=True))
-    wide |= dict(zip(("k_batch", "k_head", "k_row"), k.stride[:3], strict=True))
-    wide |= dict(zip(("v_batch", "v_head", "v_row"), v.stride[:3], strict=True))
-    types = [(name, _map_type(tensor, box)) for name, (tensor, box) in boxes.items()]
-    types += [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
-    types += [("scale", "fp32"), *((name, "i32") for name in integers)]
-    types += [(name, "i64") for name in wide]
-    arguments: list[Argument] = [
-        tensor_map(tensor, slots[tensor.uid], box) for tensor, box in boxes.values()
-    ]
-    arguments += [operand(slots, tensor) for tensor in pointers.values()]
-    arguments += [Constant(spec.scale), *(Constant(value) for value in integers.values())]
-    arguments += [Constant(step) for step in wide.values()]
+    values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
+    names = [name for name in attention_forward.arg_names if name in values]
     kernel = KernelSpec(
         attention_forward,
-        tuple(types),
+        tuple((name, values[name][0]) for name in names),
         (
             ("BLOCK_N", config.block_n),
             ("DEPTH", depth),
@@ -159,16 +160,49 @@ def plan_with(
             ("EMULATED", config.emulated),
             ("BY_COST", config.by_cost and _cost_grows(spec)),
             *_mask_constants(spec, config),
-            ("REPAIRS", config.repairs and (spec.left is not None or spec.right is not None)),
-            ("HAS_STATS", stats is not None),
-            ("STATS_LOG2", spec.stats_log2 and stats is not None),
-            ("HAS_SINK", sink is not None),
+            ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),
+            ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", ports)),
+            ("RAGGED_Q", spec.ragged_q),
+            ("RAGGED_KV", spec.ragged_kv),
+            ("HAS_STATS", "Stats" in ports),
+            ("STATS_LOG2", spec.stats_log2 and "Stats" in ports),
+            ("HAS_SINK", "sink_token" in ports),
         ),
         warps=4,
         max_registers=_ENTRY_REGISTERS[config.warpgroups],
     )
     grid = (min(sm_count, tiles * heads), 1, 1)
-    return KernelPlan((PlannedKernel(kernel, grid, tuple(arguments)),))
+    return KernelPlan((PlannedKernel(kernel, grid, tuple(values[name][1] for name in names)),))
+
+
+Values = dict[str, tuple[str, Argument]]
+
+
+def _add_pointer(values: Values, name: str, tensor: Tensor, slots: Mapping[int, int]) -> None:
+    values[name] = (pointer_type(tensor), operand(slots, tensor))
+
+
+def _add_operand(
+    values: Values, name: str, tensor: Tensor | None, stand_in: Tensor, slots: Mapping[int, int]
+) -> None:
+    """An operand's pointer, steps, and where its sequences start."""
+    given = stand_in if tensor is None else tensor
+    _add_pointer(values, f"{name}_pointer", given, slots)
+    for axis, suffix in enumerate(("batch", "head", "row")):
+        values[f"{name}_{suffix}"] = ("i64", Constant(given.stride[axis]))
+    starts = None if tensor is None else tensor.ragged_offset
+    _add_pointer(values, f"{name}_starts", given if starts is None else starts, slots)
+    values[f"{name}_starts_step"] = ("i64", Constant(0 if starts is None else starts.stride[0]))
+    # Starts count rows; those of Stats, which no tensor map moves, elements.
+    unit = given.ragged_offset_multiplier
+    if name != "stats":
+        unit //= max(given.stride[2], 1)
+    values[f"{name}_unit"] = ("i64", Constant(0 if starts is None else unit))
+
+
+def _length_kind(tensor: Tensor | None, port: str, ports: Mapping[str, Tensor]) -> int:
+    """NO_LENGTHS, LENGTHS or SUMS of the kernel."""
+    return 0 if tensor is None else 1 if ports.get(port) is tensor else 2
 
 
 def _only_spec(graph: DeclaredGraph) -> AttentionSpec:
@@ -183,21 +217,32 @@ def _only_spec(graph: DeclaredGraph) -> AttentionSpec:
 def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> tuple[tuple[str, bool], ...]:
     """Which masks exist, and whether blocks after the first can need the one on the right."""
     has_left, has_right = spec.left is not None, spec.right is not None
+    # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
     is_aligned = (
-        config.block_n % config.block_m == 0 and has_right and spec.right % config.block_n == 0
+        has_right
+        and not spec.shifts
+        and config.block_n % config.block_m == 0
+        and spec.right % config.block_n == 0
     )
-    has_tail = spec.keys % config.block_n != 0
+    has_tail = spec.keys % config.block_n != 0 or spec.lengths_q or spec.lengths_kv
     return (
         ("HAS_LEFT", has_left),
         ("HAS_RIGHT", has_right),
+        ("BOTTOM_RIGHT", spec.shifts),
         ("RIGHT_LOOP", has_right and not is_aligned),
-        ("FIRST_MASKED", has_left or has_right or has_tail),
+        ("FIRST_MASKED", bool(has_left or has_right or has_tail)),
+        ("REPAIRS", config.repairs and (has_left or has_right)),
     )
 
 
 def _cost_grows(spec: AttentionSpec) -> bool:
     """True if tiles cost more the later their rows are, as under a causal mask."""
-    return spec.right is not None and spec.left is None and spec.rows <= 2 * spec.keys
+    return (
+        spec.right is not None
+        and spec.left is None
+        and spec.rows <= 2 * spec.keys
+        and not spec.ragged_q
+    )
 
 
 def _map_type(tensor: Tensor, box: tuple[int, ...]) -> str:

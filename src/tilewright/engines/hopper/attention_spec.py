@@ -19,7 +19,8 @@ DATA_TYPES = (DataType.BFLOAT16, DataType.HALF)
 MAX_HEAD_SIZE = 256
 # Fewer query rows than this leave most of a 64-row product empty: decoding, another kernel's work.
 MIN_ROWS = 17
-_PORTS = frozenset({"q", "k", "v", "sink_token", "O", "Stats"})
+_LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
+_PORTS = frozenset({"q", "k", "v", "sink_token", "O", "Stats", *_LENGTHS["q"], *_LENGTHS["kv"]})
 _INT32_MAX = 2**31 - 1
 
 
@@ -27,8 +28,9 @@ _INT32_MAX = 2**31 - 1
 class AttentionSpec:
     """One sdpa operation that the kernels take.
 
-    Row i sees key j if ``i - left < j <= i + right``; the alignment of the diagonal is in the
-    bounds. None is no bound, and a bound that hides nothing at these extents is None.
+    Row i sees key j if ``i - left < j <= i + right``. The alignment of the diagonal is in the
+    bounds, unless it follows from lengths: then ``shifts``, and the kernel adds keys - rows. None
+    is no bound, and a bound that hides nothing at these extents is None.
     """
 
     ports: Mapping[str, Tensor]
@@ -42,6 +44,11 @@ class AttentionSpec:
     scale: float
     left: int | None
     right: int | None
+    shifts: bool
+    lengths_q: Tensor | None
+    lengths_kv: Tensor | None
+    ragged_q: bool
+    ragged_kv: bool
     stats_log2: bool
 
     @property
@@ -61,6 +68,7 @@ def read_spec(operation: Operation) -> AttentionSpec:
     ports |= {name: t for name, t in operation.outputs.items() if not t.is_virtual}
     _check_features(title, operation, ports)
     extents = operation.extents()
+    _check_ragged(ports)
     _check_operands(title, ports)
     if max(extents.depth, extents.depth_v) > MAX_HEAD_SIZE or extents.depth_v > extents.depth:
         raise NotSupportedError(
@@ -76,13 +84,19 @@ def read_spec(operation: Operation) -> AttentionSpec:
     scale = 1.0 if operation.attn_scale is None else operation.attn_scale
     if not scale > 0:
         raise NotSupportedError(f"{title}: attn_scale is {scale}; the kernels take positive ones")
-    shift = 0
-    if operation.alignment is diagonal_alignment.BOTTOM_RIGHT:
-        shift = extents.keys - extents.rows
+    lengths = {
+        side: next((ports[name] for name in names if name in ports), None)
+        for side, names in _LENGTHS.items()
+    }
     left, right = operation.left_bound, operation.right_bound
-    # In the kernel's own rows; a bound beyond every row and key says nothing.
-    left = None if left is None or left - shift >= extents.rows else left - shift
-    right = None if right is None or right + shift >= extents.keys - 1 else right + shift
+    is_bottom = operation.alignment is diagonal_alignment.BOTTOM_RIGHT
+    shifts = is_bottom and any(tensor is not None for tensor in lengths.values())
+    if not shifts:
+        # In the kernel's own rows; a bound beyond every row and key says nothing.
+        shift = extents.keys - extents.rows if is_bottom else 0
+        left = None if left is None or left - shift >= extents.rows else left - shift
+        right = None if right is None or right + shift >= extents.keys - 1 else right + shift
+    most = extents.rows + extents.keys
     return AttentionSpec(
         ports=ports,
         batch=extents.batch,
@@ -93,8 +107,13 @@ def read_spec(operation: Operation) -> AttentionSpec:
         depth=extents.depth,
         depth_v=extents.depth_v,
         scale=float(scale),
-        left=None if left is None else max(left, -extents.keys),
-        right=None if right is None else max(right, -extents.rows),
+        left=None if left is None else min(max(left, -most), most),
+        right=None if right is None else min(max(right, -most), most),
+        shifts=shifts and (left is not None or right is not None),
+        lengths_q=lengths["q"],
+        lengths_kv=lengths["kv"],
+        ragged_q=ports["q"].ragged_offset is not None,
+        ragged_kv=ports["k"].ragged_offset is not None,
         stats_log2=operation.stats_use_log2,
     )
 
@@ -102,7 +121,6 @@ def read_spec(operation: Operation) -> AttentionSpec:
 def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor]) -> None:
     flags = {
         "use_alibi_mask": operation.use_alibi_mask,
-        "use_padding_mask": operation.use_padding_mask,
         "score_mod": operation.score_mod is not None,
     }
     for name, is_set in flags.items():
@@ -114,9 +132,32 @@ def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor
                 f"tensor {tensor.label()} ({port}): the Hopper kernels take "
                 f"{', '.join(sorted(_PORTS))}"
             )
-        if tensor.ragged_offset is not None:
+
+
+def _check_ragged(ports: Mapping[str, Tensor]) -> None:
+    """q, O and Stats are ragged together, k and v too, and sequences start at whole rows."""
+    for port, partner in (("O", "q"), ("Stats", "q"), ("v", "k")):
+        tensor, other = ports.get(port), ports[partner]
+        if tensor is None:
+            continue
+        if (tensor.ragged_offset is None) != (other.ragged_offset is None):
             raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) is ragged; the Hopper kernels take dense ones"
+                f"tensor {tensor.label()} ({port}) and {other.label()} ({partner}): the kernels "
+                "take both ragged, or neither"
+            )
+    for port, names in (("q", _LENGTHS["q"]), ("k", _LENGTHS["kv"])):
+        if ports[port].ragged_offset is not None and not any(name in ports for name in names):
+            raise NotSupportedError(
+                f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"
+            )
+    for port in ("q", "k", "v", "O"):
+        tensor = ports[port]
+        row = tensor.stride[2]
+        if tensor.ragged_offset is not None and (row < 1 or tensor.ragged_offset_multiplier % row):
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}) has ragged_offset_multiplier "
+                f"{tensor.ragged_offset_multiplier} and stride {tensor.stride}; the kernels take "
+                "offsets that count whole rows: a multiple of the stride along them"
             )
 
 
@@ -131,7 +172,8 @@ def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
                 f"tensor {tensor.label()} ({port}) has data type {tensor.data_type.name} and q "
                 f"{wanted.name}; the kernels take one of BFLOAT16 and HALF for all four"
             )
-        reason = map_decline_reason(tensor)
+        # The batch axis of a ragged operand is never stepped.
+        reason = map_decline_reason(tensor, is_flat=tensor.ragged_offset is not None)
         if reason is not None:
             raise NotSupportedError(f"tensor {tensor.label()} ({port}): {reason}")
     stats, sink = ports.get("Stats"), ports.get("sink_token")

@@ -67,7 +67,7 @@ def test_the_driver_is_told_the_innermost_axis_first_and_wide_steps_whole() -> N
 def test_an_address_that_no_map_takes_is_refused_before_the_driver(start: int) -> None:
     encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
     with pytest.raises(tw.BindingError, match=rf"'x': address {start:#x}.*multiple of 16"):
-        encoder.encode(start)
+        encoder.encode(start, start + 48)
 
 
 def test_a_map_lies_at_a_multiple_of_64_with_its_extents_and_steps_behind() -> None:

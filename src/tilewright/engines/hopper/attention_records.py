@@ -1,0 +1,323 @@
+"""What the attention kernels pass around: the code's settings, the call's numbers, the memory.
+
+Records of Gluon: their fields live in registers or are compile-time. (No postponed annotations
+here: the compiler reads the types.)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from tilewright.engines.hopper.barriers import FIRST_FREE
+
+# Rows of one warpgroup's product.
+ROWS = gl.constexpr(64)
+# How lengths come: not at all, as lengths, or as running sums.
+NO_LENGTHS = gl.constexpr(0)
+LENGTHS = gl.constexpr(1)
+SUMS = gl.constexpr(2)
+
+
+@aggregate
+class Tiling:
+    """How a tile is cut and made; see ``AttentionConfig`` in attention.py."""
+
+    BLOCK_N: gl.constexpr
+    DEPTH: gl.constexpr
+    DEPTH_V: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    STAGES: gl.constexpr
+    Q_SLOTS: gl.constexpr
+    TURNS: gl.constexpr
+    LAZY: gl.constexpr
+    Q_REGISTERS: gl.constexpr
+    EMULATED: gl.constexpr
+    BY_COST: gl.constexpr
+    # Derived: a tile's rows, the barriers' numbers, and the threads that meet at a release.
+    BLOCK_M: gl.constexpr
+    K_BARRIER: gl.constexpr
+    V_BARRIER: gl.constexpr
+    Q_BARRIER: gl.constexpr
+    RELEASE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        BLOCK_N,
+        DEPTH,
+        DEPTH_V,
+        WARPGROUPS,
+        STAGES,
+        Q_SLOTS,
+        TURNS,
+        LAZY,
+        Q_REGISTERS,
+        EMULATED,
+        BY_COST,
+    ):
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.DEPTH = gl.constexpr(DEPTH)
+        self.DEPTH_V = gl.constexpr(DEPTH_V)
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.STAGES = gl.constexpr(STAGES)
+        self.Q_SLOTS = gl.constexpr(Q_SLOTS)
+        self.TURNS = gl.constexpr(TURNS)
+        self.LAZY = gl.constexpr(LAZY)
+        self.Q_REGISTERS = gl.constexpr(Q_REGISTERS)
+        self.EMULATED = gl.constexpr(EMULATED)
+        self.BY_COST = gl.constexpr(BY_COST)
+        self.BLOCK_M = gl.constexpr(64 * WARPGROUPS)
+        self.K_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS)
+        self.V_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + STAGES)
+        self.Q_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + 2 * STAGES)
+        self.RELEASE = gl.constexpr(str(128 * WARPGROUPS + 32))
+
+
+@aggregate
+class Features:
+    """What the declaration asks for."""
+
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    BOTTOM_RIGHT: gl.constexpr
+    RIGHT_LOOP: gl.constexpr
+    FIRST_MASKED: gl.constexpr
+    REPAIRS: gl.constexpr
+    LENGTHS_Q: gl.constexpr
+    LENGTHS_KV: gl.constexpr
+    RAGGED_Q: gl.constexpr
+    RAGGED_KV: gl.constexpr
+    HAS_STATS: gl.constexpr
+    STATS_LOG2: gl.constexpr
+    HAS_SINK: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BOTTOM_RIGHT,
+        RIGHT_LOOP,
+        FIRST_MASKED,
+        REPAIRS,
+        LENGTHS_Q,
+        LENGTHS_KV,
+        RAGGED_Q,
+        RAGGED_KV,
+        HAS_STATS,
+        STATS_LOG2,
+        HAS_SINK,
+    ):
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.BOTTOM_RIGHT = gl.constexpr(BOTTOM_RIGHT)
+        self.RIGHT_LOOP = gl.constexpr(RIGHT_LOOP)
+        self.FIRST_MASKED = gl.constexpr(FIRST_MASKED)
+        self.REPAIRS = gl.constexpr(REPAIRS)
+        self.LENGTHS_Q = gl.constexpr(LENGTHS_Q)
+        self.LENGTHS_KV = gl.constexpr(LENGTHS_KV)
+        self.RAGGED_Q = gl.constexpr(RAGGED_Q)
+        self.RAGGED_KV = gl.constexpr(RAGGED_KV)
+        self.HAS_STATS = gl.constexpr(HAS_STATS)
+        self.STATS_LOG2 = gl.constexpr(STATS_LOG2)
+        self.HAS_SINK = gl.constexpr(HAS_SINK)
+
+
+@aggregate
+class Operand:
+    """An operand in global memory: pointer, steps in elements, and where sequences start.
+
+    Sequence b of a ragged operand starts ``starts[b * starts_step] * unit`` rows behind the first
+    (elements, for one that is read through its pointer alone).
+    """
+
+    pointer: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    starts: gl.tensor
+    starts_step: gl.tensor
+    unit: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        pointer,
+        batch,
+        head,
+        row,
+        starts,
+        starts_step,
+        unit,
+    ):
+        self.pointer = pointer
+        self.batch = batch
+        self.head = head
+        self.row = row
+        self.starts = starts
+        self.starts_step = starts_step
+        self.unit = unit
+
+
+@aggregate
+class Problem:
+    """The call: extents, the band, the operands, and the lengths of sequences."""
+
+    rows: gl.tensor
+    keys: gl.tensor
+    depth: gl.tensor
+    depth_v: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    scale: gl.tensor
+    tiles: gl.tensor
+    heads: gl.tensor
+    heads_q: gl.tensor
+    group: gl.tensor
+    q: Operand
+    k: Operand
+    v: Operand
+    o: Operand
+    stats: Operand
+    sink: gl.tensor
+    lengths_q: gl.tensor
+    lengths_q_step: gl.tensor
+    lengths_kv: gl.tensor
+    lengths_kv_step: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        rows,
+        keys,
+        depth,
+        depth_v,
+        left,
+        right,
+        scale,
+        tiles,
+        heads,
+        heads_q,
+        group,
+        q,
+        k,
+        v,
+        o,
+        stats,
+        sink,
+        lengths_q,
+        lengths_q_step,
+        lengths_kv,
+        lengths_kv_step,
+    ):
+        self.rows = rows
+        self.keys = keys
+        self.depth = depth
+        self.depth_v = depth_v
+        self.left = left
+        self.right = right
+        self.scale = scale
+        self.tiles = tiles
+        self.heads = heads
+        self.heads_q = heads_q
+        self.group = group
+        self.q = q
+        self.k = k
+        self.v = v
+        self.o = o
+        self.stats = stats
+        self.sink = sink
+        self.lengths_q = lengths_q
+        self.lengths_q_step = lengths_q_step
+        self.lengths_kv = lengths_kv
+        self.lengths_kv_step = lengths_kv_step
+
+
+@aggregate
+class Sequence:
+    """One batch entry: its extents and band, and the rows before it where it is ragged."""
+
+    rows: gl.tensor
+    keys: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    q_row: gl.tensor
+    k_row: gl.tensor
+    v_row: gl.tensor
+    o_row: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        rows,
+        keys,
+        left,
+        right,
+        q_row,
+        k_row,
+        v_row,
+        o_row,
+    ):
+        self.rows = rows
+        self.keys = keys
+        self.left = left
+        self.right = right
+        self.q_row = q_row
+        self.k_row = k_row
+        self.v_row = v_row
+        self.o_row = o_row
+
+
+@aggregate
+class Memory:
+    """Shared memory: the tiles of Q (O leaves through them), K, V, and "it is there" of each."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        q_full,
+        k_full,
+        v_full,
+    ):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.q_full = q_full
+        self.k_full = k_full
+        self.v_full = v_full
+
+
+@aggregate
+class Place:
+    """Where a tile is: its batch entry, query head, first row, and blocks of keys."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    first: gl.tensor
+    low: gl.tensor
+    high: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        batch,
+        head,
+        first,
+        low,
+        high,
+    ):
+        self.batch = batch
+        self.head = head
+        self.first = first
+        self.low = low
+        self.high = high

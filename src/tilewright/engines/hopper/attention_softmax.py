@@ -1,0 +1,135 @@
+"""Scores to probabilities, a block at a time, and what a tile ends with.
+
+Softmax in base 2 with the scale folded in; the running maximum m and the sum l of a row:
+    m' = max(m, max s),  p = 2^(c s - c m'),  l' = 2^(c m - c m') l + sum p,  c = scale * log2(e).
+With LAZY the accumulator is rescaled only where m' is more than RESCALE_ABOVE powers of two above
+the maximum in use: l and O share whatever factor was left out, and float32 holds it.
+
+Source: Milakov and Gimelshein 2018 (running maximum); the lazy factor as in FlashAttention 4.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from tilewright.engines.hopper.attention_places import element
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.exponentials import exp2
+from tilewright.engines.hopper.rescaling import rescale_if_needed
+
+MINUS_INFINITY = gl.constexpr(float("-inf"))
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+RESCALE_ABOVE = gl.constexpr(8.0)
+
+
+@gluon.jit
+def masked(scores, first, column, sequence, tiling, features):
+    """Scores with -inf where row ``first + i`` does not see key ``column + j``."""
+    layout: gl.constexpr = scores.type.layout
+    columns = column + gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(0, layout))
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    if features.HAS_RIGHT:
+        end = gl.minimum(rows + sequence.right + 1, sequence.keys)
+        seen = columns[None, :] < end[:, None]
+    else:
+        seen = (columns < sequence.keys)[None, :]
+    if features.HAS_LEFT:
+        seen = seen & (columns[None, :] > (rows - sequence.left)[:, None])
+    return gl.where(seen, scores, MINUS_INFINITY)
+
+
+@gluon.jit
+def clear_tail(values, valid, tiling):
+    """Zero the rows of a block of V from ``valid`` on: a weight of 0 times NaN would be NaN.
+
+    Every consumer does so for itself; they write the same.
+    """
+    if valid < tiling.BLOCK_N:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        rows = gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(1, layout))
+        block = values.load(layout)
+        values.store(gl.where((rows < valid)[:, None], block, 0.0).to(values.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def thread_sums(p):
+    """Row sums of the columns that one thread holds: (rows, 4), added up when a tile ends."""
+    parts: gl.constexpr = p.shape[1] // 8
+    return gl.sum(gl.sum(p.reshape([p.shape[0], parts, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_block(scores, top, total, scale, tiling, MASKED: gl.constexpr):
+    """(p, factor of what came before, the new maximum, the new sums) of one block of scores."""
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    if tiling.LAZY:
+        new_top = gl.where((new_top - top) * scale > RESCALE_ABOVE, new_top, top)
+    shift = new_top * scale
+    if MASKED:
+        shift = gl.where(new_top == MINUS_INFINITY, 0.0, shift)
+        p = gl.exp2(scores * scale - shift[:, None])
+    else:
+        p = exp2(scores * scale - shift[:, None], tiling.EMULATED)
+    factor = gl.exp2(top * scale - shift)
+    sums = thread_sums(p)
+    spread = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    return p, factor, new_top, total * spread[:, None] + sums
+
+
+@gluon.jit
+def rescaled(acc, factor, tiling):
+    """The accumulator times a factor a row."""
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    factor = gl.convert_layout(factor, layout, assert_trivial=True)
+    if tiling.LAZY:
+        acc = rescale_if_needed(acc, factor[:, None], acc.shape[0] * acc.shape[1] // 128)
+    else:
+        acc = acc * factor[:, None]
+    return acc
+
+
+@gluon.jit
+def finish(acc, top, total, place, first, sequence, problem, features):
+    """(normalized accumulator, exponent's shift and factor of its rows); Stats are stored."""
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = first + gl.arange(0, ROWS, layout)
+    total = gl.convert_layout(gl.sum(total, 1), layout)
+    shift = gl.convert_layout(top, layout) * problem.scale
+    scaled = 1.0
+    if features.HAS_SINK:
+        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
+        new_shift = gl.maximum(shift, sink)
+        scaled = gl.exp2(shift - new_shift)
+        total = total * scaled + gl.exp2(sink - new_shift)
+        shift = new_shift
+    empty = total == 0.0
+    if features.LENGTHS_Q != NO_LENGTHS:
+        empty = empty | (rows >= sequence.rows)
+    if features.HAS_STATS:
+        stats = shift + gl.log2(total)
+        if not features.STATS_LOG2:
+            stats = stats * LN2
+        end = problem.rows
+        at = problem.stats.pointer + element(
+            problem.stats, place.batch, place.head, place.head * 0, features.RAGGED_Q
+        )
+        if features.RAGGED_Q:
+            end = sequence.rows
+            start = gl.load(
+                problem.stats.starts + place.batch.to(gl.int64) * problem.stats.starts_step
+            )
+            at += start.to(gl.int64) * problem.stats.unit
+        gl.store(
+            at + rows.to(gl.int64) * problem.stats.row,
+            gl.where(empty, MINUS_INFINITY, stats),
+            mask=rows < end,
+        )
+    inverse = gl.where(empty, 0.0, scaled / total)
+    out = acc * inverse[:, None]
+    if features.LENGTHS_Q != NO_LENGTHS:
+        # What rows of padding hold, NaN included, does not matter.
+        out = gl.where(empty[:, None], 0.0, out)
+    return out, shift, gl.where(empty, 0.0, 1.0 / total)
