@@ -84,6 +84,19 @@ _TRITON_ROWS = (
         note="strides that join to two axes of rows and two of columns",
     ),
     CapabilityRow(
+        (
+            "rmsnorm",
+            "layernorm",
+            "adalayernorm",
+            "instancenorm",
+            "batchnorm",
+            "batchnorm_inference",
+        ),
+        FLOATS | FP8,
+        # The first with conversions of FP8_E4M3.
+        compute_capabilities=_TRITON_TARGETS - {(8, 0)},
+    ),
+    CapabilityRow(
         ("rmsnorm_backward", "layernorm_backward", "adalayernorm_backward"),
         FLOATS,
         compute_capabilities=_TRITON_TARGETS,
@@ -124,9 +137,10 @@ _HOPPER_ROWS = (
     CapabilityRow(
         ("sdpa",),
         frozenset({DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
+        INDICES,
         devices=frozenset({"cuda"}),
         compute_capabilities=frozenset({(9, 0)}),
-        note="16-bit q, k, v and O; dense, head sizes up to 256; bands, GQA, sinks, Stats",
+        note="16-bit q, k, v, O; head sizes to 256; bands, GQA, lengths, ragged, sinks, Stats",
     ),
 )
 

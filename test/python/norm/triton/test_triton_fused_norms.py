@@ -131,6 +131,13 @@ def test_fp8_with_a_scale_and_the_largest_magnitude(dtype: torch.dtype, rows: st
     assert quantized.isfinite().all()
 
 
+def test_a_result_in_fp8_and_an_input_in_fp8(rows: str) -> None:
+    case = Case(torch.float8_e4m3fn)
+    y = case.norm("layernorm", case.tensor(4, 24), (1, 24))
+    y.set_output(True)
+    case.run()
+
+
 def test_activation_columns_rows_numbers_and_masks(rows: str) -> None:
     # One operand for each way to broadcast, a number, a comparison that selects, and a real Y.
     case = Case(torch.float32)
