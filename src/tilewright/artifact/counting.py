@@ -17,7 +17,8 @@ class Counters:
     ``disk_misses`` counts by reason: "disabled", "absent", "unreadable", "torn", "foreign",
     "format" (of another version), "checksum", "other key". ``compiles`` counts what the compiler
     finished. ``writes`` are entries stored, ``write_failures`` counts those that could not be, by
-    reason, ``removals`` the entries that made room.
+    reason, ``removals`` the entries that made room. Plan records are counted apart: hits, misses by
+    the same reasons, writes.
     """
 
     memory_hits: int = 0
@@ -25,13 +26,17 @@ class Counters:
     compiles: int = 0
     writes: int = 0
     removals: int = 0
+    record_hits: int = 0
+    record_writes: int = 0
     disk_misses: Mapping[str, int] = field(default_factory=dict)
+    record_misses: Mapping[str, int] = field(default_factory=dict)
     write_failures: Mapping[str, int] = field(default_factory=dict)
 
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 _misses: Counter[str] = Counter()
+_record_misses: Counter[str] = Counter()
 _failures: Counter[str] = Counter()
 
 
@@ -44,7 +49,10 @@ def counters() -> Counters:
             compiles=_counts["compiles"],
             writes=_counts["writes"],
             removals=_counts["removals"],
+            record_hits=_counts["record_hits"],
+            record_writes=_counts["record_writes"],
             disk_misses=dict(_misses),
+            record_misses=dict(_record_misses),
             write_failures=dict(_failures),
         )
 
@@ -52,7 +60,7 @@ def counters() -> Counters:
 def reset_counters() -> None:
     """Set every counter to zero. Neither memory nor the store forgets anything."""
     with _lock:
-        for counts in (_counts, _misses, _failures):
+        for counts in (_counts, _misses, _record_misses, _failures):
             counts.clear()
 
 
@@ -66,6 +74,12 @@ def count_miss(reason: str) -> None:
     """Count a kernel that the store did not serve."""
     with _lock:
         _misses[reason] += 1
+
+
+def count_record_miss(reason: str) -> None:
+    """Count a plan record that the store did not serve."""
+    with _lock:
+        _record_misses[reason] += 1
 
 
 def count_write_failure(reason: str) -> None:

@@ -11,12 +11,19 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from tilewright._version import __version__
 
 _PREFIXES = ("TRITON_", "PTXAS_")
+# Of variables that compilers read without our knowing which: rather too many than one too few.
+_WIDE_PREFIXES = (
+    *_PREFIXES,
+    *("LLVM_", "MLIR_", "NVPTX_", "AMDGCN_", "DISABLE_", "ENABLE_", "DUMP_", "USE_"),
+)
 # Where things are kept and what is printed: these do not reach the code.
 _IRRELEVANT = frozenset(
     {
@@ -53,6 +60,41 @@ def environment(
         if name.startswith(_PREFIXES) and name not in _IRRELEVANT:
             facts[f"variable {name}"] = _value(value)
     return tuple(sorted(facts.items()))
+
+
+def unloaded_environment(compiler: str) -> tuple[tuple[str, str], ...]:
+    """The facts for the key of a plan record, without importing the compiler.
+
+    As ``environment``, with every variable that any setting of the compiler may come from.
+    """
+    facts = {
+        "tilewright": __version__,
+        compiler: installed_version(compiler),
+        f"{compiler} files": _files_digest(compiler),
+    }
+    for name, value in os.environ.items():
+        if name.startswith(_WIDE_PREFIXES) and name not in _IRRELEVANT:
+            facts[f"variable {name}"] = _value(value)
+    return tuple(sorted(facts.items()))
+
+
+def installed_version(package: str) -> str:
+    """The version that a package states in its own file; "" if it is absent. Imports nothing."""
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    return _stated_version(package) if loaded is None else str(loaded)
+
+
+@functools.cache
+def _stated_version(package: str) -> str:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        return ""
+    try:
+        text = Path(found.origin).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    stated = re.search(r"""^__version__ = ["']([^"']+)["']""", text, re.MULTILINE)
+    return stated[1] if stated else ""
 
 
 @functools.cache

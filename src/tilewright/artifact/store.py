@@ -1,4 +1,4 @@
-"""The store: a folder of entries, one file a kernel, shared by processes without a lock.
+"""The store: a folder of entries, one file a kernel or a plan, shared by processes without a lock.
 
 A writer makes a file under a hidden name and renames it, so a reader sees a whole entry or none.
 A reader trusts nothing: whatever is wrong with a file makes it a miss. Nothing here raises for
@@ -16,15 +16,23 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tilewright.artifact.code import KernelCode
-from tilewright.artifact.counting import count, count_miss, count_write_failure
+from tilewright.artifact.counting import (
+    count,
+    count_miss,
+    count_record_miss,
+    count_write_failure,
+)
 from tilewright.artifact.entry import MAX_BYTES, BadEntryError, Entry, decode, encode
 from tilewright.artifact.key import KernelKey, digest_of
+from tilewright.artifact.plan_record import decode_record, encode_record
 from tilewright.records import record
 
 _SUFFIX = ".twk"
-_ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.twk")
+_RECORD_SUFFIX = ".twp"
+_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tw[kp]")
 _DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{16}\.tmp")
 # A draft this old has lost its writer.
 _DRAFT_LIFE_S = 3600.0
@@ -69,6 +77,56 @@ class Store:
         count("disk_hits")
         return entry.code, ""
 
+    def load_digest(self, digest: str) -> tuple[KernelCode | None, str]:
+        """As ``load``, for code whose key is known by its digest alone. Counts hits only."""
+        path = self.folder / (digest + _SUFFIX)
+        try:
+            entry = read_entry(path)
+            if digest_of(entry.facts) != digest:
+                raise BadEntryError("other key")
+        except BadEntryError as bad:
+            # Who has only a digest goes on to ask with the key.
+            return None, bad.reason
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        count("disk_hits")
+        return entry.code, ""
+
+    def load_record(self, facts: Mapping[str, Any]) -> tuple[Any, str]:
+        """(the document of a plan record, "") or (None, the reason of the miss). Counts which."""
+        digest = digest_of(facts)
+        path = self.folder / (digest + _RECORD_SUFFIX)
+        try:
+            document = read_record(path, digest)
+        except BadEntryError as bad:
+            count_record_miss(bad.reason)
+            return None, bad.reason
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        count("record_hits")
+        return document, ""
+
+    def has_record(self, facts: Mapping[str, Any]) -> bool:
+        """True if there is a whole record with this key. Counts nothing."""
+        digest = digest_of(facts)
+        try:
+            read_record(self.folder / (digest + _RECORD_SUFFIX), digest)
+        except BadEntryError:
+            return False
+        return True
+
+    def save_record(self, facts: Mapping[str, Any], document: Any) -> str:
+        """Store a plan record; "" or the reason why it is not stored. Counts which."""
+        data = encode_record(facts, document)
+        path = self.folder / (digest_of(facts) + _RECORD_SUFFIX)
+        reason = "larger than the store" if len(data) > self.max_bytes else self._write(path, data)
+        if reason:
+            count_write_failure(reason)
+        else:
+            count("record_writes")
+            self._make_room(path)
+        return reason
+
     def save(self, key: KernelKey, code: KernelCode, manifest: Mapping[str, str]) -> str:
         """Store code; "" or the reason why it is not stored. Counts which."""
         data = encode(Entry(key.facts(), manifest, code))
@@ -89,7 +147,7 @@ class Store:
         with contextlib.suppress(OSError), os.scandir(self.folder) as scan:
             for item in scan:
                 is_draft = _DRAFT_NAME.fullmatch(item.name) is not None
-                if not is_draft and _ENTRY_NAME.fullmatch(item.name) is None:
+                if not is_draft and _FILE_NAME.fullmatch(item.name) is None:
                     continue
                 with contextlib.suppress(OSError):
                     facts = item.stat(follow_symlinks=False)
@@ -97,10 +155,23 @@ class Store:
                     found.append(StoredFile(path, facts.st_size, facts.st_mtime_ns, is_draft))
         return sorted(found, key=lambda file: (file.used_ns, file.path.name))
 
-    def entries(self) -> Iterator[tuple[StoredFile, Entry | None, str]]:
-        """Each entry file with what it holds, or None and what is wrong with it."""
+    def records(self) -> Iterator[tuple[StoredFile, str]]:
+        """Each plan record's file, and what is wrong with it or ""."""
         for file in self.files():
-            if file.is_draft:
+            if file.path.suffix != _RECORD_SUFFIX:
+                continue
+            try:
+                read_record(file.path, file.path.stem)
+            except BadEntryError as bad:
+                if bad.reason != "absent":
+                    yield file, bad.reason
+            else:
+                yield file, ""
+
+    def entries(self) -> Iterator[tuple[StoredFile, Entry | None, str]]:
+        """Each file of code with what it holds, or None and what is wrong with it."""
+        for file in self.files():
+            if file.path.suffix != _SUFFIX:
                 continue
             try:
                 entry = read_entry(file.path)
@@ -167,6 +238,22 @@ def read_entry(path: Path) -> Entry:
     Raises:
         BadEntryError: for whatever keeps the file from being one.
     """
+    return decode(_read_file(path))
+
+
+def read_record(path: Path, digest: str) -> Any:
+    """The document of the plan record in a file, whose key has this digest.
+
+    Raises:
+        BadEntryError: for whatever keeps the file from being that.
+    """
+    facts, document = decode_record(_read_file(path))
+    if digest_of(facts) != digest:
+        raise BadEntryError("other key")
+    return document
+
+
+def _read_file(path: Path) -> bytes:
     # Not blocking: a pipe under our name must not stop us.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -175,14 +262,13 @@ def read_entry(path: Path) -> Entry:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
                 raise BadEntryError("foreign")
-            data = _read_all(descriptor, facts.st_size)
+            return _read_all(descriptor, facts.st_size)
         finally:
             os.close(descriptor)
     except FileNotFoundError:
         raise BadEntryError("absent") from None
     except OSError as error:
         raise BadEntryError("unreadable") from error
-    return decode(data)
 
 
 def _read_all(descriptor: int, size: int) -> bytes:

@@ -80,6 +80,17 @@ def _entries(store: Store) -> list[dict[str, Any]]:
                 "wrong": wrong,
             }
         )
+    for file, wrong in store.records():
+        listed.append(
+            {
+                "file": file.path.name,
+                "bytes": file.size_bytes,
+                "used": _time(file.used_ns),
+                "kernel": "(a plan)",
+                "manifest": {},
+                "wrong": wrong,
+            }
+        )
     return listed
 
 

@@ -21,6 +21,8 @@ from tilewright.launch.slots import Slot
 from tilewright.torch_dtypes import from_torch
 
 VariantPack = Mapping[Any, Any]
+# Stands for the view of an operand that only its address is wanted of.
+_NO_VIEW = torch.empty(0)
 # Accepted layouts that a binder remembers; past that each is checked anew.
 _MEMO = 256
 
@@ -285,8 +287,8 @@ class Binder:
             raise BindingError(
                 f"tensor {slot.label}: a null pointer; expected {slot.span_bytes} bytes"
             )
-        if pointer % slot.alignment_bytes:
-            return torch.empty(0), pointer, pointer + slot.span_bytes
+        if pointer % slot.alignment_bytes or not (self._needs_views or slot.is_pass_by_value):
+            return _NO_VIEW, pointer, pointer + slot.span_bytes
         flat = bytes_at(pointer, slot.span_bytes, self.device).view(slot.dtype)
         view = flat if slot.is_flat else flat.as_strided(slot.dim, slot.stride)
         return view, pointer, pointer + slot.span_bytes

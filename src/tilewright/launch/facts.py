@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from tilewright.graph.shapes import span_elements
 from tilewright.torch_dtypes import from_torch
 
 
-@dataclass(frozen=True, slots=True)
-class OperandFacts:
+class OperandFacts(NamedTuple):
     """One buffer as observed.
 
     ``dim`` and ``stride`` are the producer's own, in elements. ``span_bytes`` is the number of
@@ -78,7 +76,7 @@ def owned_bytes(tensor: torch.Tensor) -> int:
     A storage that was made smaller under a tensor holds less than the tensor's dim says.
     """
     offset_bytes = tensor.storage_offset() * tensor.element_size()
-    return max(tensor.untyped_storage().nbytes() - offset_bytes, 0)
+    return max(int(tensor.untyped_storage().nbytes() - offset_bytes), 0)
 
 
 def _data_type(tensor: torch.Tensor, label: str) -> DataType:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tilewright.engines.aten.attention_scores import Part
 from tilewright.engines.aten.attention_spec import AttentionSpec
 from tilewright.engines.aten.casts import storer
 from tilewright.engines.aten.registry import Kernel
+from tilewright.records import record
 
 Tensor = torch.Tensor
 Operands = Mapping[str, Tensor]
@@ -33,7 +34,7 @@ _ROW_OUTPUTS = {"O": 0.0, "Stats": -math.inf, "score_max": -math.inf, "score_sum
 _GRADIENT_SIDES = {"dQ": "rows", "dK": "keys", "dV": "keys"}
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class ForwardRecipe:
     """How a kind of attention differs from the plain one.
 
@@ -45,7 +46,7 @@ class ForwardRecipe:
     begin: Callable[[PartBuilder, Operands], tuple[Number, RoundedProducts]] | None = None
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class BackwardRecipe:
     """The same for the backward; see ``Saved`` for ``saved``, its fields by port.
 

@@ -7,7 +7,7 @@ device; otherwise each sequence is a part of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tilewright.engines.aten.attention_score_mod import ScoreModifier
 from tilewright.engines.aten.attention_scores import MaskDropout, Part
 from tilewright.engines.aten.attention_spec import AttentionSpec, alibi_slopes
 from tilewright.engines.aten.dropout import PhiloxDropout, Region, Word
+from tilewright.records import record
 
 Tensor = torch.Tensor
 Operands = Mapping[str, Tensor]
@@ -25,7 +26,7 @@ Operands = Mapping[str, Tensor]
 _DUMP_ELEMENTS = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Sequence:
     """One sequence of a call, by what the host read: its index, lengths and used pages."""
 

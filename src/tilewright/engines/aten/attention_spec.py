@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from tilewright.dtypes import DataType
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
+from tilewright.records import record
 
 LENGTH_PORTS = ("seq_len_q", "seq_len_kv", "cu_seq_len_q", "cu_seq_len_kv")
 _FLOATS = (DataType.FLOAT, DataType.DOUBLE, DataType.HALF, DataType.BFLOAT16)
@@ -17,7 +17,7 @@ _EIGHT_BIT = (DataType.FP8_E4M3, DataType.FP8_E5M2)
 BLOCK_MASK_TILE = 128
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class AttentionSpec:
     """The declaration of one attention operation.
 

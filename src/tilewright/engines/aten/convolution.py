@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ from tilewright.engines.aten.matmul import product_dtype
 from tilewright.engines.aten.registry import Kernel, Operands
 from tilewright.errors import NotSupportedError
 from tilewright.graph.tensor import Tensor as TensorRecord
+from tilewright.records import record
 
 Tensor = torch.Tensor
 # The overload itself: finding it at each call would cost microseconds.
 _backward_function = torch.ops.aten.convolution_backward.default
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Geometry:
     """What ATen is told: one symmetric padding, or 0 and an image padded beforehand."""
 

@@ -7,14 +7,11 @@ own, which the plan's behavior note says (ALLOCATES_TEMPORARIES).
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-import tilewright.engines.aten as package
 from tilewright.engines.aten.registry import Kernel, prepare
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.graph.enums import behavior_note, numeric_note
@@ -25,6 +22,7 @@ from tilewright.graph.tensor import Tensor
 from tilewright.launch.binder import Binding, workspace_view
 from tilewright.launch.frames import Frame
 from tilewright.launch.workspace import Piece, WorkspacePlan, plan_workspace
+from tilewright.records import record
 from tilewright.torch_dtypes import to_torch
 
 _PROPOSAL = Proposal(
@@ -33,9 +31,34 @@ _PROPOSAL = Proposal(
 )
 
 
-def _load_kernels() -> None:
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+# Module of this package -> the operation kinds that it implements; it is loaded at their first use.
+MODULES: dict[str, tuple[str, ...]] = {
+    "attention": ("sdpa", "sdpa_backward"),
+    "attention_fp8": ("sdpa_fp8", "sdpa_fp8_backward"),
+    "attention_mxfp8": ("sdpa_mxfp8", "sdpa_mxfp8_backward"),
+    "batchnorm": ("batchnorm", "batchnorm_inference", "batchnorm_backward"),
+    "block_scale": ("block_scale_dequantize", "block_scale_quantize"),
+    "convolution": ("conv_fprop", "conv_dgrad", "conv_wgrad"),
+    "matmul": ("matmul",),
+    "moe": ("moe_grouped_matmul", "moe_grouped_matmul_bwd"),
+    "normalization": ("layernorm", "instancenorm", "adalayernorm", "rmsnorm"),
+    "normalization_backward": (
+        "layernorm_backward",
+        "instancenorm_backward",
+        "adalayernorm_backward",
+        "rmsnorm_backward",
+    ),
+    "pointwise": ("pointwise",),
+    "reduction": ("reduction", "genstats"),
+    "rope": ("rope", "rope_backward"),
+    "shape": ("reshape", "transpose", "slice", "concatenate"),
+}
+_MODULE_OF = {kind: module for module, kinds in MODULES.items() for kind in kinds}
+
+
+def _load_kernels(kinds: Iterable[str] = tuple(_MODULE_OF)) -> None:
+    for module in dict.fromkeys(_MODULE_OF[kind] for kind in kinds if kind in _MODULE_OF):
+        importlib.import_module(f"tilewright.engines.aten.{module}")
 
 
 class AtenEngine:
@@ -55,14 +78,14 @@ class AtenEngine:
         return AtenExecutable(graph, device)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class _Step:
     kernel: Kernel
     inputs: tuple[tuple[str, int], ...]
     outputs: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class _Virtual:
     piece: Piece
     dtype: torch.dtype
@@ -159,7 +182,7 @@ def _operands(operation: Operation) -> dict[str, Tensor]:
 
 
 def _prepare_steps(graph: DeclaredGraph, device: torch.device) -> list[tuple[Operation, Kernel]]:
-    _load_kernels()
+    _load_kernels(operation.kind for operation in graph.operations)
     return [(operation, prepare(operation, device)) for operation in graph.operations]
 
 

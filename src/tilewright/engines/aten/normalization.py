@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from tilewright.engines.aten.dense import implements_dense
 from tilewright.engines.aten.registry import Kernel, Operands
 from tilewright.errors import NotSupportedError
 from tilewright.graph.tensor import Tensor as TensorRecord
+from tilewright.records import record
 from tilewright.torch_dtypes import to_torch
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ _HALVES = (DataType.HALF, DataType.BFLOAT16)
 _IN_PLACE_FROM = 1 << 16
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Layout:
     """Which axes are normalized."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright.errors import NotSupportedError
+from tilewright.records import record
 
 Tensor = torch.Tensor
 Apply = Callable[["PointwiseParameters", Sequence[Tensor]], Tensor]
@@ -35,7 +35,7 @@ _SOFTPLUS_LINEAR_FROM = 40.0
 _GATE_IS_CONSTANT_FROM = 1e4
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PointwiseParameters:
     """The scalar attributes of a pointwise operation."""
 
@@ -84,7 +84,7 @@ def apply_pointwise(mode: str, args: Sequence[Tensor], parameters: Any = None) -
     return result.to(args[0].dtype) if entry.is_predicate else result
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Mode:
     """One row of the table.
 

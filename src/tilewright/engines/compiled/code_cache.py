@@ -37,6 +37,21 @@ def kernel_code(spec: KernelSpec, compute_capability: tuple[int, int]) -> tuple[
         return digest, code
 
 
+def stored_code(digest: str) -> KernelCode | None:
+    """The code whose key has this digest, from memory or the store; None if neither has it."""
+    with _lock:
+        code = _memory.get(digest)
+        if code is not None:
+            count("memory_hits")
+            return code
+        store = current_store()
+        if store is not None:
+            code = store.load_digest(digest)[0]
+            if code is not None:
+                _memory[digest] = code
+        return code
+
+
 def key_of(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelKey:
     """The key of a kernel for a target. Needs no GPU, and works under the interpreter."""
     return KernelKey(

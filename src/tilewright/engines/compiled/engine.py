@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import field
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 
+from tilewright.artifact.environment import installed_version
 from tilewright.engines.base import Knobs, Proposal
+from tilewright.engines.compiled import plan_records
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.records import record
@@ -65,33 +68,55 @@ class CompiledEngine:
         """Why kernels cannot run on ``device``, or None."""
         if device.type == "cpu" and not (self.can_interpret and _may_interpret.get()):
             return f"device {device}: compiled kernels need an NVIDIA GPU"
-        try:
-            import triton
-        except ImportError as error:
-            return f"Triton is not installed: {error}"
-        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        # The version is read and not imported: a plan from the store needs no Triton.
+        stated = installed_version("triton")
+        if not stated:
+            return "Triton is not installed"
+        version = tuple(int(part) for part in stated.split(".")[:2])
         if version < self.oldest:
-            return f"Triton {triton.__version__} is older than {_text(self.oldest)}"
+            return f"Triton {stated} is older than {_text(self.oldest)}"
         if self.newest is not None and version > self.newest:
-            return f"Triton {triton.__version__} is newer than {_text(self.newest)}"
+            return f"Triton {stated} is newer than {_text(self.newest)}"
         return None
 
     def propose(self, graph: DeclaredGraph, device: torch.device) -> list[Proposal]:
-        """What the graph's family proposes."""
-        proposals: list[Proposal] = self.family(graph).propose(graph, _sm_count(device))
+        """What the graph's family proposes, or is known to have proposed."""
+        name = self.family_name(graph)
+        keys = self._record_keys(graph, name, device)
+        if keys is None:
+            return self._ask(name, graph, device)
+        known = None if self._is_loaded(name) else plan_records.load_proposals(keys)
+        if known is not None:
+            return known
+        try:
+            proposals = self._ask(name, graph, device)
+        except NotSupportedError as decline:
+            plan_records.save_decline(keys, str(decline))
+            raise
+        plan_records.save_proposals(keys, proposals)
         return proposals
 
     def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> Any:
-        """Compile or load the kernels of one proposal."""
-        from tilewright.engines.compiled.executable import CudaExecutable, InterpretedExecutable
+        """Load the kernels of one proposal as they are known, or compile them."""
+        from tilewright.engines.compiled import executable
 
-        plan = self.family(graph).plan(graph, knobs, _sm_count(device))
+        name = self.family_name(graph)
         if device.type == "cpu":
-            return InterpretedExecutable(plan, device)
-        return CudaExecutable(plan, device, torch.cuda.get_device_capability(device))
+            return executable.InterpretedExecutable(self._plan(name, graph, knobs, device), device)
+        keys = self._record_keys(graph, name, device)
+        known = None
+        if keys is not None and not self._is_loaded(name):
+            known = plan_records.load_plan(keys, knobs)
+        codes = None if known is None else executable.stored_codes(known)
+        if known is None or codes is None:
+            target = torch.cuda.get_device_capability(device)
+            known, codes = executable.resolve(self._plan(name, graph, knobs, device), target)
+            if keys is not None:
+                plan_records.save_plan(keys, knobs, known)
+        return executable.CudaExecutable(known, device, codes)
 
-    def family(self, graph: DeclaredGraph) -> Any:
-        """The module that takes the graph.
+    def family_name(self, graph: DeclaredGraph) -> str:
+        """The name of the module that takes the graph.
 
         Raises:
             NotSupportedError: if there is none, or the graph has several principal operations.
@@ -108,7 +133,45 @@ class CompiledEngine:
             first = principal[0] if principal else graph.operations[0]
             package = self.package.rpartition(".")[2]
             raise NotSupportedError(f"{first.title()}: no {package} family has {first.kind}")
-        return importlib.import_module(f"{self.package}.{name}")
+        return name
+
+    def family(self, graph: DeclaredGraph) -> Any:
+        """The module that takes the graph.
+
+        Raises:
+            NotSupportedError: as ``family_name``, or if Triton cannot be imported.
+        """
+        return self._module(self.family_name(graph))
+
+    def _module(self, name: str) -> Any:
+        # Before the sources are imported: a later edit of them is another key.
+        plan_records.sources_digest(self.package)
+        try:
+            return importlib.import_module(f"{self.package}.{name}")
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "triton":
+                raise
+            raise NotSupportedError(f"Triton cannot be imported: {error}") from error
+
+    def _is_loaded(self, name: str) -> bool:
+        """True if asking the family costs no import."""
+        return f"{self.package}.{name}" in sys.modules
+
+    def _ask(self, name: str, graph: DeclaredGraph, device: torch.device) -> list[Proposal]:
+        proposals: list[Proposal] = self._module(name).propose(graph, _sm_count(device))
+        return proposals
+
+    def _plan(self, name: str, graph: DeclaredGraph, knobs: Knobs, device: torch.device) -> Any:
+        return self._module(name).plan(graph, knobs, _sm_count(device))
+
+    def _record_keys(
+        self, graph: DeclaredGraph, name: str, device: torch.device
+    ) -> plan_records.RecordKeys | None:
+        """The keys of what the store may know of the graph; None where nothing is stored."""
+        if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        target = torch.cuda.get_device_capability(device)
+        return plan_records.record_keys(self.package, name, graph, target, _sm_count(device))
 
 
 def _sm_count(device: torch.device) -> int:

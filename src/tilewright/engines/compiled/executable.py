@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from tilewright.artifact.code import KernelCode
-from tilewright.engines.compiled.code_cache import kernel_code
+from tilewright.engines.compiled.code_cache import kernel_code, stored_code
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
+from tilewright.engines.compiled.resolved import Codes, ResolvedKernel, ResolvedPlan
 from tilewright.errors import NotSupportedError
 from tilewright.launch.binder import Binder, Binding, workspace_pointer, workspace_view
 from tilewright.launch.cuda_driver import load_module
@@ -37,27 +38,23 @@ class CudaExecutable:
     needs_views = False
     workspace_alignment_bytes = POINTER_ALIGNMENT_BYTES
 
-    def __init__(
-        self, plan: KernelPlan, device: torch.device, compute_capability: tuple[int, int]
-    ) -> None:
+    def __init__(self, plan: ResolvedPlan, device: torch.device, codes: Codes) -> None:
         self.workspace: WorkspacePlan = plan_workspace(list(plan.scratch))
         self._device_index = device.index or 0
         self._launches = tuple(
-            _load(kernel, self._device_index, compute_capability) for kernel in plan.kernels
+            _load(kernel, codes[kernel.digest], self._device_index) for kernel in plan.kernels
         )
         self._blocks = BlockPool(self._launches, self._device_index)
         self._needs_aligned = plan.needs_aligned
         self._fallback = (
-            None
-            if plan.fallback is None
-            else CudaExecutable(plan.fallback, device, compute_capability)
+            None if plan.fallback is None else CudaExecutable(plan.fallback, device, codes)
         )
 
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> KernelFrame:
         """The parameter blocks of one call."""
         chosen = self._for(binding.starts)
         bound = BoundPlan(chosen._launches, self._device_index)
-        bound.fill(binding.starts, binding.views, chosen._scratch(workspace))
+        bound.fill(binding.starts, binding.stops, binding.views, chosen._scratch(workspace))
         return KernelFrame(bound, self._device_index, plan_name, keep)
 
     def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
@@ -65,7 +62,7 @@ class CudaExecutable:
         chosen = self._for(binding.starts)
         entry = chosen._blocks.take()
         entry[0], bound = None, entry[1]
-        bound.fill(binding.starts, binding.views, chosen._scratch(workspace))
+        bound.fill(binding.starts, binding.stops, binding.views, chosen._scratch(workspace))
         launch_on(bound.run, self._device_index, stream)
         chosen._blocks.give(entry)
 
@@ -112,22 +109,48 @@ class InterpretedExecutable:
         return Frame(run, self._device, plan_name, keep)
 
 
-def _load(
-    kernel: PlannedKernel, device_index: int, compute_capability: tuple[int, int]
-) -> KernelLaunch:
-    digest, code = kernel_code(kernel.spec, compute_capability)
-    module = load_module(digest, code.image, code.name, code.shared_bytes, device_index)
-    return _launch(kernel, code, module.function)
+def resolve(
+    plan: KernelPlan, compute_capability: tuple[int, int]
+) -> tuple[ResolvedPlan, dict[str, KernelCode]]:
+    """A family's plan with the code of every kernel, by digest; compiles what is not there.
+
+    Raises:
+        LaunchError: if the compiler is needed and forbidden.
+        NotSupportedError: if the compiler cannot serve a kernel.
+    """
+    codes: dict[str, KernelCode] = {}
+    kernels = []
+    for kernel in plan.kernels:
+        digest, codes[digest] = kernel_code(kernel.spec, compute_capability)
+        types = tuple(kind for _, kind in kernel.spec.types)
+        kernels.append(ResolvedKernel(digest, types, kernel.grid, kernel.arguments))
+    behind = None
+    if plan.fallback is not None:
+        behind, more = resolve(plan.fallback, compute_capability)
+        codes |= more
+    return ResolvedPlan(tuple(kernels), plan.scratch, plan.needs_aligned, behind), codes
 
 
-def _launch(kernel: PlannedKernel, code: KernelCode, function: int) -> KernelLaunch:
+def stored_codes(plan: ResolvedPlan) -> dict[str, KernelCode] | None:
+    """The code of every kernel of a stored plan, by digest; None if one is not there."""
+    codes: dict[str, KernelCode] = {}
+    for digest in plan.digests():
+        code = codes.get(digest) or stored_code(digest)
+        if code is None:
+            return None
+        codes[digest] = code
+    return codes
+
+
+def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> KernelLaunch:
+    module = load_module(kernel.digest, code.image, code.name, code.shared_bytes, device_index)
     return KernelLaunch(
         code.name,
-        function,
+        module.function,
         require_grid(kernel.grid, code.name),
         code.threads,
         code.shared_bytes,
-        tuple(kind for _, kind in kernel.spec.types),
+        kernel.types,
         kernel.arguments,
     )
 

@@ -124,8 +124,9 @@ def build(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(graph: Any, plan: KernelPlan, device: Any = "cpu") -> built.BuiltPlan:
         graph.validate()
+        resolved, codes = executable.resolve(plan, (9, 0))
         engine = types.SimpleNamespace(
-            build=lambda graph, where, knobs: CudaExecutable(plan, where, (9, 0))
+            build=lambda graph, where, knobs: CudaExecutable(resolved, where, codes)
         )
         monkeypatch.setattr(built, "load_engine", lambda module: engine)
         named = Plan(1, "triton", (), 1.0, frozenset(), frozenset())
