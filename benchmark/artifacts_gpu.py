@@ -1,0 +1,102 @@
+"""The first norm of a process from the store: how long after torch's import it has run.
+
+    python benchmark/artifacts_gpu.py
+
+One process compiles and stores; then processes with the compiler forbidden each import tilewright,
+declare, plan, build, load and run one RMSNorm. The clock starts when torch is imported, the device's
+context is there and the operands are, and stops when the result is. Medians over the processes, and
+by step. Writes benchmark/results/<device>/artifacts.csv.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from results import Table
+
+PROCESSES = 9
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+CHILD = """
+import json, sys, time
+import torch
+x = torch.randn(64, 1024, device="cuda").bfloat16()
+scale = torch.ones(1, 1024, device="cuda").bfloat16()
+y = torch.empty_like(x)
+wanted = torch.nn.functional.rms_norm(x.double(), (1024,), scale[0].double(), 1e-6)
+torch.cuda.synchronize()
+had_triton = "triton" in sys.modules
+marks = [("", time.perf_counter())]
+mark = lambda name: marks.append((name, time.perf_counter()))
+import tilewright as tw
+tw.Graph
+mark("import")
+graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+source, weight = graph.tensor(x.shape, name="x"), graph.tensor((1, 1024), name="scale")
+phase = tw.norm_forward_phase.INFERENCE
+out, _ = graph.rmsnorm(phase, source, weight, None, graph.tensor_scalar(1e-6))
+out.set_output(True).set_name("y")
+graph.validate()
+mark("declare")
+graph.create_execution_plans()
+mark("plan")
+graph.build_plans()
+mark("build and load")
+graph.execute({"x": x, "scale": scale, "y": y})
+torch.cuda.synchronize()
+mark("first run")
+assert ((y.double() - wanted).abs().max() / wanted.abs().max()).item() < 2**-8
+from tilewright.artifact import counters
+steps = {name: (at - before) * 1e3 for (_, before), (name, at) in zip(marks, marks[1:])}
+print(json.dumps({
+    "total": (marks[-1][1] - marks[0][1]) * 1e3,
+    **steps,
+    "engine": graph.selected_engine,
+    "compiles": counters().compiles,
+    "imports triton": "triton" in sys.modules and not had_triton,
+}))
+"""
+
+
+def run(store: str, **variables: str) -> dict[str, Any]:
+    path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "TILEWRIGHT_CACHE_DIR": store, **variables}
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment
+    )
+    if child.returncode:
+        raise SystemExit(child.stderr)
+    result: dict[str, Any] = json.loads(child.stdout)
+    assert result["engine"] == "triton"
+    return result
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as store:
+        compiled = run(store)
+        stored = [run(store, TILEWRIGHT_FORBID_COMPILER="1") for _ in range(PROCESSES)]
+    assert compiled["compiles"] > 0
+    assert all(result["compiles"] == 0 for result in stored)
+    table = Table("artifacts", "python benchmark/artifacts_gpu.py")
+    for step in ("import", "declare", "plan", "build and load", "first run", "total"):
+        times = sorted(result[step] for result in stored)
+        table.add(
+            step=step,
+            from_store_ms=f"{statistics.median(times):.2f}",
+            least_ms=f"{times[0]:.2f}",
+            most_ms=f"{times[-1]:.2f}",
+            compiling_ms=f"{compiled[step]:.1f}",
+            imports_triton="yes" if any(r["imports triton"] for r in stored) else "no",
+        )
+    table.write()
+
+
+if __name__ == "__main__":
+    main()
