@@ -134,10 +134,36 @@ def _kernels(graph: DeclaredGraph, sm_count: int) -> list[_Kernel]:
     """
     if _is_empty(graph):
         return []
+    outputs = expressions(graph)
+    pairs = _pairs(graph)
+    walked = _grouped(outputs, frozenset(), sm_count)
+    # What may overwrite a tensor that its kernel also reads elsewhere is written last.
+    late = frozenset(out.uid for out, source in pairs if _is_overwritten(walked, out, source))
+    if late:
+        walked = _grouped(outputs, late, sm_count)
+    for out, source in pairs:
+        if _is_overwritten(walked, out, source):
+            raise NotSupportedError(
+                f"tensor {out.label()} may be bound to the buffer of {source.label()}, which is "
+                "also read elsewhere than where it is written"
+            )
+    return [
+        _Kernel(problem, made, tuple(f"shares {at}.{k}" for k in range(len(made.shares))))
+        for at, (problem, walk) in enumerate(walked)
+        for made in generate(problem, walk)
+    ]
+
+
+def _grouped(
+    outputs: list[tuple[Tensor, Node]], late: frozenset[int], sm_count: int
+) -> list[tuple[Problem, Walk]]:
+    """Kernels in order; each of the outputs ``late`` (uids) has its own, after the others."""
     groups: list[list[tuple[Tensor, Node]]] = []
     walked: list[tuple[Problem, Walk]] = []
-    for output in expressions(graph):
+    for output in sorted(outputs, key=lambda output: output[0].uid in late):
         for position, group in enumerate(groups):
+            if output[0].uid in late:
+                continue
             try:
                 walked[position] = _walked([*group, output], sm_count)
             except NotSupportedError:
@@ -147,12 +173,7 @@ def _kernels(graph: DeclaredGraph, sm_count: int) -> list[_Kernel]:
         else:
             walked.append(_walked([output], sm_count))
             groups.append([output])
-    _require_same_places(graph, [problem for problem, _ in walked])
-    return [
-        _Kernel(problem, made, tuple(f"shares {at}.{k}" for k in range(len(made.shares))))
-        for at, (problem, walk) in enumerate(walked)
-        for made in generate(problem, walk)
-    ]
+    return walked
 
 
 def _walked(outputs: list[tuple[Tensor, Node]], sm_count: int) -> tuple[Problem, Walk]:
@@ -181,35 +202,37 @@ def _is_empty(graph: DeclaredGraph) -> bool:
     return False
 
 
-def _require_same_places(graph: DeclaredGraph, problems: list[Problem]) -> None:
-    """Require that a tensor that may be overwritten in place is read only where it is written.
-
-    Raises:
-        NotSupportedError: naming both tensors.
-    """
+def _pairs(graph: DeclaredGraph) -> list[tuple[Tensor, Tensor]]:
+    """(output, input) that may be one buffer."""
     tensors = {tensor.uid: tensor for tensor in (*graph.inputs(), *graph.outputs())}
-    for pair in sorted(in_place_pairs(graph, make_slots(graph))):
-        out, source = (tensors[uid] for uid in pair)
-        if any(_reads_elsewhere(problem, out, source) for problem in problems):
-            raise NotSupportedError(
-                f"tensor {out.label()} may be bound to the buffer of {source.label()}, which is "
-                "also read elsewhere than where it is written"
-            )
+    pairs = sorted(in_place_pairs(graph, make_slots(graph)))
+    return [(tensors[out], tensors[source]) for out, source in pairs]
+
+
+def _is_overwritten(walked: list[tuple[Problem, Walk]], out: Tensor, source: Tensor) -> bool:
+    """True if ``source`` is read where, or after, ``out`` may have been written over it."""
+    problems = [problem for problem, _ in walked]
+    writer = next(
+        at for at, problem in enumerate(problems) if any(t is out for t, _ in problem.outputs)
+    )
+    later = problems[writer + 1 :]
+    return _reads_elsewhere(problems[writer], out, source) or any(
+        node.tensor is source for problem in later for node in problem.reads
+    )
 
 
 def _reads_elsewhere(problem: Problem, out: Tensor, source: Tensor) -> bool:
-    """True if the kernel reads an element of ``source`` that is not, there, one of ``out``."""
-    places = [
-        len(problem.reads) + at for at, (tensor, _) in enumerate(problem.outputs) if tensor is out
-    ]
+    """True if the kernel reads ``source`` other than once, where it writes ``out``."""
+    place = next(at for at, (tensor, _) in enumerate(problem.outputs) if tensor is out)
+    place += len(problem.reads)
     axes = [axis for axes in problem.axes for axis in axes if axis.extent > 1]
     for at, node in enumerate(problem.reads):
         if node.tensor is not source:
             continue
-        if not places or problem.offsets[at]:
+        if problem.offsets[at]:
             return True
         # Without a step along an axis, programs that come later read it again.
-        steps = [(axis.strides[at], axis.strides[places[0]]) for axis in axes]
+        steps = [(axis.strides[at], axis.strides[place]) for axis in axes]
         if any(own != other or not own for own, other in steps):
             return True
     return False
