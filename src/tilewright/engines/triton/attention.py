@@ -292,15 +292,10 @@ def _forward(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         LAST_FIRST=spec.right is not None,
-        IS_AHEAD=is_ahead and spec.data_type is not DataType.FLOAT,
+        IS_AHEAD=is_ahead and config.is_sm90 and spec.data_type is not DataType.FLOAT,
         BATCH_BLOCK=0 if slots_a_head is None else power_of_two(spec.batch),
     )
-    if (
-        is_aligned
-        and config.uses_maps
-        and arguments.constants["IS_AHEAD"]
-        and takes_tensor_maps(spec)
-    ):
+    if is_aligned and arguments.constants["IS_AHEAD"] and takes_tensor_maps(spec):
         block_d, block_dv = arguments.constants["D_BLOCK"], arguments.constants["DV_BLOCK"]
         arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block_d))
         arguments.tensor_map("v_map", spec.ports["v"], (1, 1, config.block_n, block_dv))

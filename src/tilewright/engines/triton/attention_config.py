@@ -12,8 +12,9 @@ from tilewright.graph.enums import knob_type
 
 # A matrix product takes at least this many of each axis.
 MIN_BLOCK = 16
-# Multiprocessors of the parts of SM90; no other part that the engine takes has these.
+# Multiprocessors of the parts of SM90 and SM100; no other part that the engine takes has these.
 _SM90_MULTIPROCESSORS = frozenset({78, 114, 132})
+_SM100_MULTIPROCESSORS = frozenset({148, 160})
 # Few queries: at most this many, and so many with all heads of a key head.
 MAX_DECODE_ROWS = 16
 MAX_PACKED_ROWS = 64
@@ -29,7 +30,7 @@ class ForwardConfig:
 
     ``target`` is the number of programs that keys are dealt out to; 1 is one a key head, with no
     combination behind it, and 0 is the kernel that does not pack queries of several heads.
-    ``uses_maps``: keys and values come by the copy engine of SM90 where their layout allows it.
+    ``is_sm90``: products run beside exponentials, and the copy engine brings keys and values.
     """
 
     block_m: int
@@ -37,7 +38,7 @@ class ForwardConfig:
     warps: int
     stages: int
     target: int = 0
-    uses_maps: bool = False
+    is_sm90: bool = False
 
     def knobs(self) -> Knobs:
         """The same as knobs."""
@@ -80,21 +81,23 @@ def pieces(size: int) -> tuple[int, int]:
 
 
 def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
-    """The tile for a declaration."""
-    config = _tile(spec)
-    return replace(config, uses_maps=sm_count in _SM90_MULTIPROCESSORS)
+    """The tile for a declaration, by head size and by what the device is known to hold."""
+    if sm_count in _SM90_MULTIPROCESSORS:
+        return replace(_tile(spec, has_room=True), is_sm90=True)
+    return _tile(spec, has_room=sm_count in _SM100_MULTIPROCESSORS)
 
 
-def _tile(spec: AttentionSpec) -> ForwardConfig:
+def _tile(spec: AttentionSpec, *, has_room: bool) -> ForwardConfig:
+    """``has_room``: 227 KiB of shared memory a multiprocessor, else 99 KiB."""
     width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))
     if spec.data_type is DataType.FLOAT:
         if width <= 64:
             return ForwardConfig(64, 32, 4, 2)
         return ForwardConfig(32, 32, 4, 1) if width <= 128 else ForwardConfig(16, 16, 4, 1)
     if spec.rows <= 16:
-        return ForwardConfig(16, 64, 4, 2)
-    if spec.rows <= 64 or spec.has_philox or spec.has_bias or spec.has_drop_mask:
-        return ForwardConfig(64, 64, 4, 2)
+        return ForwardConfig(16, 64 if width <= 128 else 32, 4, 2)
+    if spec.rows <= 64 or spec.has_philox or spec.has_bias or spec.has_drop_mask or not has_room:
+        return ForwardConfig(64, 64 if width <= 128 else 32, 4, 2)
     if width <= 64:
         return ForwardConfig(128, 128, 8, 3)
     if width <= 128:
