@@ -1,0 +1,338 @@
+"""Attention forward on a GPU: dense, windowed, ragged, and decoding, against PyTorch's kernels.
+
+    python benchmark/attention_gpu.py [dense] [window] [ragged] [decode]
+
+bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two products of
+2 S^2 D a head, half of that under a causal mask. Ragged lengths come from a heavy tail, 64k tokens
+in all. Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, TB/s of
+what has to be read. One run measures everything, on the same inputs, medians of interleaved rounds
+with a cold L2, after a comparison of results. Writes attention.csv and attention.png under
+benchmark/results/<device>/.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from results import RESULTS, Table, device_name
+from timing import Call, device_ms
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tilewright as tw
+
+TOKENS, CHANNELS = 16384, 2048
+ENGINES = ("triton", "hopper")
+PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+# Results of unit-variance operands: what bfloat16's rounding of P and O allows.
+TOLERANCE = 3e-2
+RAGGED_TOKENS, LONGEST, SHORTEST = 65536, 8192, 16
+WINDOW, WINDOW_LENGTH = 1024, 16384
+DECODE = {"batch": 8, "heads": 32, "heads_kv": 8, "depth": 128}
+UNEVEN = (1.0, 0.125, 0.0625, 0.5, 0.03, 0.125, 0.25, 0.004)
+
+
+def normal(*dim: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(sum(dim))
+    return torch.randn(dim, generator=generator, device="cuda").bfloat16()
+
+
+class Problem:
+    """A graph of one attention operation with its buffers, built anew for each engine."""
+
+    def __init__(self) -> None:
+        self.operands: dict[str, torch.Tensor] = {}
+        self.offsets: dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...]]] = {}
+        self.masks: dict[str, Any] = {}
+        self.out = torch.empty(0)
+
+    def frame(self, engine: str) -> Any:
+        """Bound to new workspace on one engine, or None where that declines."""
+        q = self.operands["q"]
+        graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
+        declared: dict[str, Any] = {}
+        for name, buffer in self.operands.items():
+            declared[name] = self._declare(graph, name, buffer, declared)
+        masks = {
+            key: declared[value] if isinstance(value, str) else value
+            for key, value in self.masks.items()
+        }
+        o, _ = graph.sdpa(
+            *(declared[name] for name in "qkv"),
+            attn_scale=q.shape[-1] ** -0.5,
+            is_inference=True,
+            **masks,
+        )
+        o.set_output(True)
+        if "q" in self.offsets:
+            prefix, unit, dim, stride = self.offsets["q"]
+            o.set_dim(dim).set_stride(stride).set_ragged_offset(declared[prefix])
+            o.set_ragged_offset_multiplier(unit)
+        graph.deselect_engines([name for name in ("aten", *ENGINES) if name != engine])
+        try:
+            graph.build()
+        except tw.NotSupportedError:
+            return None
+        self.out.fill_(torch.nan)
+        workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8).cuda()
+        pack = {declared[name]: buffer for name, buffer in self.operands.items()}
+        return graph.bind({**pack, o: self.out}, workspace)
+
+    def _declare(self, graph: Any, name: str, buffer: torch.Tensor, declared: Any) -> Any:
+        if name not in self.offsets:
+            return graph.tensor(buffer.shape, buffer.stride(), buffer.dtype, name=name)
+        prefix, unit, dim, stride = self.offsets[name]
+        more = {"ragged_offset": declared[prefix], "ragged_offset_multiplier": unit}
+        return graph.tensor(dim, stride, buffer.dtype, name=name, **more)
+
+
+def measure(
+    table: Table,
+    case: dict[str, Any],
+    problem: Problem,
+    peers: dict[str, Call],
+    amount: float,
+    unit: str,
+    expected: torch.Tensor | None = None,
+) -> dict[str, float]:
+    """One row a kernel; ``amount`` is what each does, in ``unit`` a second times 1e12."""
+    if expected is None:
+        expected = next(iter(peers.values()))()
+    calls = dict(peers)
+    for engine in ENGINES:
+        frame = problem.frame(engine)
+        if frame is None:
+            continue
+        frame.launch()
+        error = (problem.out.float() - expected.float()).abs().max().item()
+        if not error <= TOLERANCE * max(1.0, expected.float().abs().max().item()):
+            raise SystemExit(f"{engine} at {case}: error {error}")
+        calls[f"tilewright {engine}"] = frame.launch
+    times = device_ms(calls, rounds=12)
+    for name, ms in times.items():
+        row = {"kind": "", "depth": "", "length": "", "mask": "", **case, "who": name}
+        row |= {"ms": f"{ms:.4f}", "rate": f"{amount / ms / 1e9:.4g}", "unit": unit}
+        for peer in ("cudnn", "flash", "copy"):
+            known = f"torch {peer}" in times
+            row[f"of_{peer}"] = f"{times[f'torch {peer}'] / ms:.2f}" if known else ""
+        table.add(**row)
+    return times
+
+
+def torch_peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> dict:
+    """PyTorch's kernels that take the call."""
+    calls: dict[str, Call] = {}
+
+    def run(backend: SDPBackend) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    for name, backend in PEERS.items():
+        try:
+            run(backend)
+        except RuntimeError as error:
+            print(f"{name} does not take {tuple(q.shape)} {options}: {error}")
+            continue
+        calls[f"torch {name}"] = functools.partial(run, backend)
+    return calls
+
+
+def dense(table: Table) -> None:
+    for depth in (64, 128, 256):
+        for length in (2048, 8192, 16384):
+            shape = (TOKENS // length, CHANNELS // depth, length, depth)
+            problem = Problem()
+            problem.operands = dict(zip("qkv", (normal(*shape) for _ in "qkv"), strict=True))
+            problem.out = torch.empty(shape, device="cuda").bfloat16()
+            q, k, v = problem.operands.values()
+            for causal in (False, True):
+                problem.masks = {"use_causal_mask": causal}
+                flops = 4 * TOKENS * CHANNELS * length / (2 if causal else 1)
+                case = {"kind": "dense", "depth": depth, "length": length}
+                case["mask"] = "causal" if causal else "none"
+                peers = torch_peers(q, k, v, is_causal=causal)
+                measure(table, case, problem, peers, flops, "TFLOP/s")
+
+
+def window(table: Table) -> None:
+    """A causal window: its time beside that of the whole triangle, by visible fraction."""
+    depth = 128
+    shape = (1, CHANNELS // depth, WINDOW_LENGTH, depth)
+    problem = Problem()
+    problem.operands = dict(zip("qkv", (normal(*shape) for _ in "qkv"), strict=True))
+    problem.out = torch.empty(shape, device="cuda").bfloat16()
+    q, k, v = problem.operands.values()
+    whole = 4 * WINDOW_LENGTH * CHANNELS * WINDOW_LENGTH / 2
+    seen = WINDOW * WINDOW_LENGTH - WINDOW * (WINDOW - 1) / 2
+    fraction = seen / (WINDOW_LENGTH * (WINDOW_LENGTH + 1) / 2)
+    hidden = None
+    for width in (None, WINDOW):
+        problem.masks = {"use_causal_mask": True}
+        peers = torch_peers(q, k, v, is_causal=True)
+        if width is not None:
+            problem.masks["sliding_window_length"] = width
+            rows = [x.transpose(1, 2) for x in (q, k, v)]
+            arguments = (None, None, WINDOW_LENGTH, WINDOW_LENGTH, 0.0, True, False)
+            options = {"window_size_left": width - 1, "window_size_right": 0}
+
+            def flash(options: Any = options, rows: Any = rows, arguments: Any = arguments) -> Any:
+                made = torch.ops.aten._flash_attention_forward(*rows, *arguments, **options)
+                return made[0].transpose(1, 2)
+
+            peers = {"torch flash": flash}
+        case = {"kind": "window", "depth": depth, "length": WINDOW_LENGTH}
+        case["mask"] = "causal" if width is None else f"window {width}"
+        amount = whole if width is None else whole * fraction
+        times = measure(table, case, problem, peers, amount, "TFLOP/s")
+        if hidden is not None:
+            for name, ms in times.items():
+                if name in hidden:
+                    ratio = ms / (hidden[name] * fraction)
+                    print(f"window {width}: {name} takes {ratio:.2f} of its visible fraction")
+        hidden = times
+
+
+def heavy_tail() -> list[int]:
+    """Lengths of a Pareto distribution of exponent 1 / 1.1, cut at LONGEST."""
+    generator = torch.Generator().manual_seed(3)
+    lengths: list[int] = []
+    while sum(lengths) < RAGGED_TOKENS:
+        share = 1 - torch.rand(1, generator=generator).item()
+        lengths.append(int(min(LONGEST, SHORTEST * share**-1.1)))
+    lengths[-1] -= sum(lengths) - RAGGED_TOKENS
+    return lengths
+
+
+def ragged(table: Table) -> None:
+    lengths, depth = heavy_tail(), 128
+    heads, batch, longest = CHANNELS // depth, len(lengths), max(lengths)
+    prefix = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    tokens = [normal(RAGGED_TOKENS, heads, depth) for _ in "qkv"]
+    problem = Problem()
+    problem.operands = {"prefix": prefix.view(-1, 1, 1, 1), **dict(zip("qkv", tokens, strict=True))}
+    dim = (batch, heads, longest, depth)
+    layout = (dim, (longest * CHANNELS, depth, CHANNELS, 1))
+    problem.offsets = {name: ("prefix", CHANNELS, *layout) for name in "qkv"}
+    problem.out = torch.empty_like(tokens[0])
+    bounds = {f"max_total_seq_len_{side}": RAGGED_TOKENS for side in ("q", "kv")}
+    bounds |= {f"cu_seq_len_{side}": "prefix" for side in ("q", "kv")}
+    for causal in (False, True):
+        problem.masks = {"use_causal_mask": causal, "use_padding_mask": True, **bounds}
+
+        def flash(causal: bool = causal) -> torch.Tensor:
+            sizes = (prefix, prefix, longest, longest, 0.0, causal, False)
+            return torch.ops.aten._flash_attention_forward(*tokens, *sizes)[0]
+
+        flops = 4 * CHANNELS * sum(n * n for n in lengths) / (2 if causal else 1)
+        case = {"kind": "ragged", "depth": depth, "length": f"{batch} of {longest} at most"}
+        case["mask"] = "causal" if causal else "none"
+        measure(table, case, problem, {"torch flash": flash}, flops, "TFLOP/s")
+
+
+def decode(table: Table) -> None:
+    batch, heads, heads_kv, depth = DECODE.values()
+    for length in (4096, 32768):
+        for is_uneven in (False, True):
+            shares = UNEVEN if is_uneven else (1.0,) * batch
+            used = torch.tensor([int(length * share) for share in shares]).int().cuda()
+            q = normal(batch, heads, 1, depth)
+            k, v = (normal(batch, heads_kv, length, depth + n)[..., :depth] for n in (0, 8))
+            k, v = k.contiguous(), v.contiguous()
+            moved = int(used.sum()) * heads_kv * depth * 2 * 2
+            source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+            peers = {"torch copy": functools.partial(torch.empty_like(source).copy_, source)}
+            if not is_uneven:
+                peers |= torch_peers(q, k, v, enable_gqa=True)
+            expected = decoded(q, k, v, used)
+            for page in (0, 16, 128):
+                problem = decode_problem(q, k, v, used, page)
+                case = {"kind": "decode", "depth": depth, "length": length}
+                case["mask"] = ("uneven" if is_uneven else "even") + (f", page {page}" * bool(page))
+                measure(table, case, problem, peers, moved, "TB/s", expected)
+
+
+def decode_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, page: int
+) -> Problem:
+    problem = Problem()
+    batch, heads_kv, length, depth = k.shape
+    problem.masks = {"use_padding_mask": True, "seq_len_q": "ones", "seq_len_kv": "used"}
+    lengths = {"ones": torch.ones_like(used), "used": used}
+    problem.operands = {name: value.view(-1, 1, 1, 1) for name, value in lengths.items()}
+    problem.operands["q"] = q
+    problem.out = torch.empty_like(q)
+    if not page:
+        problem.operands |= {"k": k, "v": v}
+        return problem
+    entries = length // page
+    order = torch.randperm(batch * entries, device="cuda")
+    for name, dense_keys in (("k", k), ("v", v)):
+        pages = dense_keys.view(batch, heads_kv, entries, page, depth).transpose(1, 2)
+        container = torch.empty(batch * entries, heads_kv, page, depth, device="cuda").bfloat16()
+        container[order] = pages.reshape(-1, heads_kv, page, depth)
+        problem.operands[name] = container
+        problem.operands[f"{name}_table"] = order.int().view(batch, 1, entries, 1)
+        problem.masks[f"paged_attention_{name}_table"] = f"{name}_table"
+    problem.masks["paged_attention_max_seq_len_kv"] = length
+    return problem
+
+
+def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """In float32, a sequence at a time."""
+    out = torch.empty(q.shape, device="cuda")
+    for batch, length in enumerate(used.tolist()):
+        keys, values = (
+            x[batch, :, :length].float().repeat_interleave(q.shape[1] // k.shape[1], 0)
+            for x in (k, v)
+        )
+        scores = q[batch].float() @ keys.transpose(1, 2) * q.shape[3] ** -0.5
+        out[batch] = scores.softmax(-1) @ values
+    return out
+
+
+def draw(table: Table) -> None:
+    """Dense cases by length, a panel a head size and mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in table.rows if row["kind"] == "dense"]
+    if not rows:
+        return
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), sharey=True)
+    for line, mask in zip(axes, ("none", "causal"), strict=True):
+        for axis, depth in zip(line, (64, 128, 256), strict=True):
+            for who in sorted({row["who"] for row in rows}):
+                points = [
+                    (row["length"], float(row["rate"]))
+                    for row in rows
+                    if (row["who"], row["mask"], row["depth"]) == (who, mask, depth)
+                ]
+                axis.plot(*zip(*points, strict=True), marker="o", label=who) if points else None
+            axis.set(title=f"head size {depth}, mask {mask}", xscale="log", xlabel="length")
+            axis.set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("TFLOP/s")
+    axes[1, 0].set_ylabel("TFLOP/s")
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / device_name() / "attention.png", dpi=120)
+
+
+PARTS = {"dense": dense, "window": window, "ragged": ragged, "decode": decode}
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(PARTS)
+    table = Table("attention", "python benchmark/attention_gpu.py " + " ".join(sys.argv[1:]))
+    for name in names:
+        PARTS[name](table)
+    table.write()
+    draw(table)
+
+
+if __name__ == "__main__":
+    main()
