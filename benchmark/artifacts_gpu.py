@@ -3,9 +3,9 @@
     python benchmark/artifacts_gpu.py
 
 One process compiles and stores; then processes with the compiler forbidden each import tilewright,
-declare, plan, build, load and run one RMSNorm. The clock starts when torch is imported, the device's
-context is there and the operands are, and stops when the result is. Medians over the processes, and
-by step. Writes benchmark/results/<device>/artifacts.csv.
+declare, plan, build, load and run one RMSNorm. The clock starts when torch is imported and the
+device's context and the operands are there; it stops when the result is. Medians over the
+processes, and by step. Writes benchmark/results/<device>/artifacts.csv.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from results import Table
 
-PROCESSES = 9
+PROCESSES = 5
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 CHILD = """
@@ -68,6 +68,8 @@ print(json.dumps({
 def run(store: str, **variables: str) -> dict[str, Any]:
     path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": path, "TILEWRIGHT_CACHE_DIR": store, **variables}
+    # As installed: with compiled modules.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     child = subprocess.run(
         [sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment
     )
