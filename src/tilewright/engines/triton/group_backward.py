@@ -24,7 +24,6 @@ from tilewright.engines.triton.norm_problem import NormProblem, backward_problem
 from tilewright.engines.triton.norm_tiles import place
 from tilewright.engines.triton.normalization_split import (
     MAX_SCATTERED_COLUMNS,
-    MIN_COLUMNS,
     cut_integers,
     cut_rows,
 )
@@ -324,12 +323,8 @@ def _plan(problem: NormProblem, assembly: Assembly, sm_count: int) -> KernelPlan
     grounds = problem.plane
     names = ("grad", "x", "scale", "mean", "inverse", "dx", "dscale", "dbias")
     problem.operands(assembly, names)
-    is_scattered = grounds.is_row_contiguous("x")
-    is_whole = grounds.columns <= min(
-        MAX_WIDTH,
-        MAX_SCATTERED_COLUMNS // 2 if is_scattered else MAX_WIDTH,
-        MIN_COLUMNS if grounds.rows < 2 * sm_count else MAX_WIDTH,
-    )
+    scattered = MAX_SCATTERED_COLUMNS // 2 if grounds.is_row_contiguous("x") else MAX_WIDTH
+    is_whole = grounds.columns <= min(MAX_WIDTH, scattered)
     cut = cut_rows(grounds, "x", _PROGRAMS_A_MULTIPROCESSOR * sm_count, _MAX_SPLITS)
     size = 8 if problem.is_double else 4
     scratch = [("sums of g", grounds.rows * size), ("sums of g xhat", grounds.rows * size)]

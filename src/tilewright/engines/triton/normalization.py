@@ -30,8 +30,9 @@ from tilewright.engines.triton.rows import Plane
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 
-# A row longer than this does not fit a program's registers.
-MAX_WIDTH = 65536
+# A row longer than this does not fit a program's registers. Even a few such rows are faster whole:
+# cut, they would take three launches.
+MAX_WIDTH = 32768
 # Elements that one warp holds comfortably, which sets warps a row and rows a program.
 _ELEMENTS_A_WARP = 1024
 
@@ -234,13 +235,13 @@ class NormConfig:
 
 
 def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
-    """Short rows share a program; a long row takes up to 16 warps."""
+    """Short rows share a program; a long row takes up to 32 warps."""
     block = triton.next_power_of_2(width)
     if is_row_contiguous:
         # Neighbours in memory are of different rows: a tile takes 32 of them where they fit.
         rows = max(1, min(32, 16 * _ELEMENTS_A_WARP // block))
         return NormConfig(rows, max(1, min(16, rows * block // _ELEMENTS_A_WARP)))
-    warps = max(1, min(16, block // _ELEMENTS_A_WARP))
+    warps = max(1, min(32 if block > 16384 else 16, block // _ELEMENTS_A_WARP))
     rows = max(1, min(8, 4 * _ELEMENTS_A_WARP // block))
     return NormConfig(rows, max(warps, min(4, rows * block // _ELEMENTS_A_WARP)))
 
@@ -257,7 +258,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     if 0 in (problem.plane.rows, problem.plane.columns):
         problem.empty_plan()
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
-    if is_split(problem, sm_count):
+    if is_split(problem):
         return [Proposal((), 1.0, notes)]
     return [Proposal(((knob_type.WARPS, config_of(problem).warps),), 1.0, notes)]
 
@@ -268,7 +269,7 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     slots = slot_numbers(graph)
     if _has_given_statistics(problem):
         return normalization_split.apply_plan(problem, slots, sm_count)
-    if is_split(problem, sm_count):
+    if is_split(problem):
         return normalization_split.plan(problem, slots, sm_count)
     config = config_of(problem)
     warps = dict(knobs).get(knob_type.WARPS, config.warps)
@@ -278,14 +279,13 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     return problem.with_fallback(aligned, general, slots)
 
 
-def is_split(problem: NormProblem, sm_count: int) -> bool:
-    """True if rows are cut: too long for registers, or long and too few to keep a device busy."""
-    columns = problem.plane.columns
-    if columns > MAX_WIDTH or _has_given_statistics(problem):
+def is_split(problem: NormProblem) -> bool:
+    """True if rows are cut."""
+    if _has_given_statistics(problem):
         return True
-    if problem.plane.is_row_contiguous("x") and columns > normalization_split.MAX_SCATTERED_COLUMNS:
-        return True
-    return columns > normalization_split.MIN_COLUMNS and problem.plane.rows < 2 * sm_count
+    scattered = normalization_split.MAX_SCATTERED_COLUMNS
+    is_scattered = problem.plane.is_row_contiguous("x")
+    return problem.plane.columns > (min(scattered, MAX_WIDTH) if is_scattered else MAX_WIDTH)
 
 
 def _has_given_statistics(problem: NormProblem) -> bool:

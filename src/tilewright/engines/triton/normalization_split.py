@@ -30,9 +30,7 @@ from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Scratch
 from tilewright.launch.workspace import plan_workspace
 
-# Shorter rows are taken whole even where they are few.
-MIN_COLUMNS = 4096
-# Longer ones are cut where neighbours in memory are of different rows: too few would fit a tile.
+# Longer rows are cut where neighbours in memory are of different rows: too few would fit a tile.
 MAX_SCATTERED_COLUMNS = 1024
 TILE_ELEMENTS = 2048
 _MAX_ROWS_A_TILE = 64

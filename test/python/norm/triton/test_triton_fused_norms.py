@@ -39,7 +39,7 @@ def _interpreter() -> Iterator[None]:
 def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whole rows, or rows cut into many parts however short they are."""
     if request.param == "cut":
-        monkeypatch.setattr(normalization, "is_split", lambda problem, sm_count: True)
+        monkeypatch.setattr(normalization, "is_split", lambda problem: True)
         monkeypatch.setattr(normalization_split, "TILE_ELEMENTS", 16)
     return str(request.param)
 

@@ -97,7 +97,7 @@ def test_forward_and_backward_of_images(dim: tuple[int, ...], is_last: bool, kin
         close(actual, leaf.grad, tol)
 
 
-@pytest.mark.parametrize("width", [1000, 4104, 16384, 131072, 200_003])
+@pytest.mark.parametrize("width", [1000, 4104, 16384, 30_000, 200_003])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_rows_of_any_length(kind: str, width: int) -> None:
     x = torch.randn(37, width, device="cuda").bfloat16() + 1
@@ -141,7 +141,7 @@ def test_residual_add_norm_quantized_with_its_amax() -> None:
 def test_strides_beyond_32_bits_are_addressed(kind: str) -> None:
     # B1: the address truncated to 32 bits holds a decoy inside the allocation, on both sides.
     step = 2**32 + 16
-    inner = (3, 4096, 2) if kind == "batchnorm" else (3, 64, 64)
+    inner = (3, 32768, 2) if kind == "batchnorm" else (3, 64, 64)
     count = inner[0] * inner[1] * inner[2]
     try:
         x, g, y = (torch.empty(step + count, dtype=torch.bfloat16, device="cuda") for _ in range(3))
