@@ -46,8 +46,9 @@ from tilewright.launch.prepared import Argument, Constant
 # Pairs of a head beyond which the tables of one position do not fit a program's registers.
 MAX_HALF = 2048
 _WARP_THREADS = 32
-_MOST_WARPS = 4
-_HEADS_A_STEP = 4
+_WARPS = 4
+# 16-byte vectors that a thread loads of each half at a time.
+_VECTORS = 4
 # Programs wanted on each multiprocessor before heads are not split any further.
 _PROGRAMS_A_MULTIPROCESSOR = 4
 
@@ -146,22 +147,24 @@ class RopeConfig:
     warps: int
 
 
-def choose_config(
-    dim: tuple[int, ...], half: int, element_bits: int, sm_count: int, warps: int | None = None
-) -> RopeConfig:
-    """A table of one 16-byte vector a thread; fewer warps where there are fewer positions.
+def choose_config(source: Tensor, half: int, sm_count: int, warps: int | None = None) -> RopeConfig:
+    """Four 16-byte vectors a thread and step, a table of one vector a thread.
 
-    Every thread has elements of its own in a step, so none reads what another has rotated.
+    A warp's vectors lie along heads where those are nearer than positions. Every thread has
+    elements of its own in a step, so none reads what another has rotated.
     """
-    batch, heads, length, _ = dim
-    vector = POINTER_ALIGNMENT_BYTES * 8 // element_bits
+    batch, heads, length, _ = source.dim
+    most_heads, most_tokens = (triton.next_power_of_2(max(n, 1)) for n in (heads, length))
+    vector = POINTER_ALIGNMENT_BYTES * 8 // source.data_type.bits
     block = triton.next_power_of_2(half)
-    most = triton.next_power_of_2(max(length, 1)) * block // (vector * _WARP_THREADS)
     if warps is None:
-        warps = max(1, min(_MOST_WARPS, most))
-    threads = warps * _WARP_THREADS
-    tokens = min(max(1, threads * vector // block), triton.next_power_of_2(max(length, 1)))
-    step = max(_HEADS_A_STEP, threads // (tokens * block))
+        warps = _WARPS
+    rows = max(1, _WARP_THREADS * vector // block)
+    near = min(rows, most_heads) if source.stride[1] < source.stride[2] else 1
+    tokens = min(max(1, rows * warps // near), most_tokens)
+    step = min(_VECTORS * max(1, rows * warps // tokens), most_heads)
+    while warps > 1 and tokens * step * block < _WARP_THREADS * warps * vector:
+        warps //= 2
     programs = max(batch * triton.cdiv(length, tokens), 1)
     wanted = triton.cdiv(_PROGRAMS_A_MULTIPROCESSOR * sm_count, programs)
     groups = max(1, min(wanted, heads // step))
@@ -173,7 +176,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     operation = only_operation(graph, "rotations")
     source, _, _ = _operands(operation)
     half = _check(operation)
-    config = choose_config(source.dim, half, source.data_type.bits, sm_count)
+    config = choose_config(source, half, sm_count)
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
     return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
 
@@ -207,7 +210,7 @@ def _plan(
     half = _check(operation)
     if 0 in x.dim:
         return KernelPlan(())
-    config = choose_config(x.dim, half, x.data_type.bits, sm_count, warps)
+    config = choose_config(x, half, sm_count, warps)
     batch, heads, length, extent = x.dim
     scale = float(operation.output_scale)
     is_double = DataType.DOUBLE in (x.data_type, out.data_type)
