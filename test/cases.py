@@ -19,6 +19,9 @@ PLANS = f"{P}/core/planning/test_plans.py"
 SDPA = f"{P}/sdpa/torch/test_sdpa_functions.py"
 SEQUENCES = f"{P}/sdpa/aten/test_attention_sequences.py"
 TRITON = f"{P}/norm/triton"
+ATTENTION = f"{P}/sdpa/triton/test_triton_attention.py"
+ATTENTION_PAIRS = f"{P}/sdpa/triton/test_triton_attention_pairs.py"
+ATTENTION_ON_GPU = f"{P}/sdpa/triton/test_triton_attention_on_gpu.py"
 ON_GPU = f"{P}/norm/triton/test_triton_norms_on_gpu.py"
 
 
@@ -221,6 +224,8 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_memory.py::test_page_index_beyond_32_bits",
             f"{P}/sdpa/aten/test_attention_memory.py::test_token_stride_beyond_32_bits",
             f"{ON_GPU}::test_row_strides_beyond_32_bits_are_addressed",
+            f"{ATTENTION_ON_GPU}::test_strides_beyond_32_bits_are_addressed",
+            f"{ATTENTION_ON_GPU}::test_a_page_far_away_is_found",
             f"{TRITON}/test_triton_norm_layouts_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
         ),
     ),
@@ -247,7 +252,11 @@ CASES: tuple[Case, ...] = (
     Case(
         "B5",
         "page tables of keys and of values are independent",
-        (f"{SDPA}::test_paged_keys_equal_dense_ones",),
+        (
+            f"{SDPA}::test_paged_keys_equal_dense_ones",
+            f"{ATTENTION}::test_a_sample_of_all_pairs",
+            f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
+        ),
     ),
     Case(
         "B6",
@@ -285,13 +294,17 @@ CASES: tuple[Case, ...] = (
     Case(
         "B15",
         "concurrent calls on several streams",
-        (f"{ON_GPU}::test_concurrent_frames_on_several_streams",),
+        (
+            f"{ON_GPU}::test_concurrent_frames_on_several_streams",
+            f"{ATTENTION_ON_GPU}::test_concurrent_frames_on_several_streams",
+        ),
     ),
     Case(
         "B16",
         "replay reads operands as they are",
         (
             f"{ON_GPU}::test_replay_reads_buffers_as_they_are",
+            f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
             f"{BINDER}::test_frames_are_bound_once_and_read_buffers_as_they_are",
         ),
     ),
@@ -300,12 +313,16 @@ CASES: tuple[Case, ...] = (
         "a call site has the compiled kernel's arguments",
         (
             f"{TRITON}/test_triton_norms_compile.py::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
+            f"{ATTENTION}::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
         ),
     ),
     Case(
         "B22",
         "the host never waits",
-        (f"{ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",),
+        (
+            f"{ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
+            f"{ATTENTION_ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
+        ),
     ),
     Case(
         "A1",
@@ -331,6 +348,8 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_forward.py",
             f"{P}/sdpa/aten/test_attention_backward.py",
             f"{P}/sdpa/aten/test_attention_against_oracle.py",
+            ATTENTION,
+            ATTENTION_PAIRS,
         ),
     ),
     Case(
@@ -340,17 +359,27 @@ CASES: tuple[Case, ...] = (
             f"{SDPA}::test_packed_sequences_equal_a_reference_each",
             f"{SDPA}::test_origins_and_holes_of_packed_sequences",
             f"{SEQUENCES}::test_ragged_backward",
+            ATTENTION_PAIRS,
         ),
     ),
     Case(
         "O3",
         "decoding, with Stats and a merge that keeps the base",
-        (f"{P}/sdpa/torch/test_sdpa_decode_function.py", f"{SDPA}::test_merging_states"),
+        (
+            f"{P}/sdpa/torch/test_sdpa_decode_function.py",
+            f"{SDPA}::test_merging_states",
+            f"{ATTENTION}::test_split_keys",
+        ),
     ),
     Case(
         "O4",
         "paged keys and values, page sizes, unused entries",
-        (f"{SDPA}::test_paged_keys_equal_dense_ones", f"{SEQUENCES}::test_paged_keys_and_values"),
+        (
+            f"{SDPA}::test_paged_keys_equal_dense_ones",
+            f"{SEQUENCES}::test_paged_keys_and_values",
+            ATTENTION_PAIRS,
+            f"{ATTENTION_ON_GPU}::test_nan_beyond_lengths_and_in_free_slots_stays_there",
+        ),
     ),
     Case(
         "O5",

@@ -75,6 +75,22 @@ def test_cases_that_broke_others(case: Case) -> None:
     Declared(case, DEVICE).run(execute)
 
 
+# Few queries: their keys are dealt out over programs, and the sums combined.
+SPLIT = [
+    Case(rows=1, keys=300, heads=(4, 2), lengths="lengths", stats="log2", batch=3),
+    Case(rows=3, keys=257, heads=(3, 1), band="bottom_right", lengths="sums", sink="same"),
+    Case(rows=1, keys=300, place="paged_16", index="int64", alibi=True, stats="all"),
+    Case(rows=2, keys=400, band="window", sizes=(96, 40), soft_cap="mul", bias="full"),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_split_keys(case: Case) -> None:
+    declared = Declared(case, DEVICE)
+    declared.run(execute)
+    assert declared.graph.get_workspace_size() > 0
+
+
 def test_a_negative_window_of_scores_does_not_start_at_zero() -> None:
     # Scores near -120: a running maximum that starts at 0 makes all weights vanish.
     q, k = torch.randn(2, 1, 1, 64, 64, generator=torch.Generator().manual_seed(0)) * 0.1
