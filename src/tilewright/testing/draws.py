@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import random
+import shlex
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,9 +84,21 @@ class Draws:
         self._values[name] = value
         return value
 
+    @property
+    def unasked(self) -> tuple[str, ...]:
+        """Parts of ``--repro`` that the test has not asked for: it is of another version of it."""
+        return tuple(sorted(set(self._given) - set(self.dims_read) - set(self._values)))
+
     def repro(self) -> dict[str, Any]:
         """The dict that ``--repro`` takes to run this case again."""
         return {"test": self.test, "seed": self.seed, **self.dims_read, **self._values}
+
+
+def as_option(case: str) -> str:
+    """``--repro`` and a printed case, as a shell takes it word for word."""
+    # The usual case reads best in double quotes; in these the shell would look for its own signs.
+    quoted = shlex.quote(case) if set(case) & set('"$`\\!\n') else f'"{case}"'
+    return f"--repro {quoted}"
 
 
 def check_ignores_global_state(build: Callable[[], Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tilewright.testing import notes
+from tilewright.testing.draws import as_option
 
 OUTCOMES = ("passed", "failed", "skipped", "crashed")
 # Later ones win where a test has several reports.
@@ -32,6 +33,8 @@ class Ledger:
         self._reasons: collections.Counter[tuple[str, str]] = collections.Counter()
         # Test -> "held" or "skipped", of those that asked for a large storage.
         self._storage: dict[str, str] = {}
+        # Parts of --repro that its test did not ask for.
+        self._unasked: set[str] = set()
         self._repros: list[str] = []
         self._problems: list[str] = []
         # Lines of workers that died where no test can be blamed.
@@ -62,6 +65,8 @@ class Ledger:
             outcome = "crashed"
         if "unfit" in plain:
             self._unfit.add(report.nodeid)
+        if report.when == "teardown":
+            self._unasked.update(plain.get("unasked", ()))
         if "storage" in plain:
             self._storage[report.nodeid] = plain["storage"]
         self._dims_read.update(plain.get("dims", ()))
@@ -103,10 +108,13 @@ class Ledger:
         if self._repros:
             out.section("cases of the dry run")
             for text in self._repros:
-                out.line(f'--repro "{text}"')
+                out.line(as_option(text))
         unread = sorted({name for name, _ in self._config.option.dim} - self._dims_read)
         if unread and self._outcome:
             out.line(f"no test of this run asked for --dim {', '.join(unread)}", yellow=True)
+        if self._unasked:
+            told = ", ".join(sorted(self._unasked))
+            out.line(f"the test did not ask for this part of --repro: {told}", yellow=True)
         if self._storage:
             held = sum(state == "held" for state in self._storage.values())
             shown = "" if held else "; what they are for has not been shown"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tilewright.testing.draws import Draws
+from tilewright.testing.draws import Draws, as_option
 
 # The attribute of a report that carries a dict of plain values to the controller.
 ATTRIBUTE = "tilewright"
@@ -54,8 +54,9 @@ def attach(report: pytest.TestReport, item: pytest.Item) -> None:
     if notes.draws is not None:
         plain["dims"] = list(notes.draws.dims_read)
         plain["repro"] = repr(notes.draws.repro())
+        plain["unasked"] = list(notes.draws.unasked)
         if report.failed:
-            report.sections.append(("repro", f'--repro "{plain["repro"]}"'))
+            report.sections.append(("repro", as_option(plain["repro"])))
     if notes.declined is not None:
         plain["declined"] = notes.declined
     if notes.storage is not None:

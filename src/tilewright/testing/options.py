@@ -155,12 +155,13 @@ def repro(text: str) -> Mapping[str, Any]:
     """A printed case: a Python dict of literals with 'test' and 'seed', for argparse."""
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = None
     if (
         not isinstance(value, dict)
         or not all(isinstance(key, str) for key in value)
         or not isinstance(value.get("test"), str)
+        or "::" not in value["test"]
         or not isinstance(value.get("seed"), int)
     ):
         raise argparse.ArgumentTypeError(

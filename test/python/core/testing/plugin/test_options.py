@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +106,48 @@ def test_repro_runs_exactly_the_printed_case(suite: Suite) -> None:
     )
 
 
+# What a shell would read as signs of its own, in any quotes.
+PART = 'say "$HOME" `id` \\ it\'s! \n'
+ODD = f"""
+    import os, pytest
+
+    @pytest.fixture
+    def part(draws): return draws.value("part", lambda rng: {PART!r})
+
+    @pytest.mark.parametrize("name", ['a::b', '"q"', "'", "$HOME", "d e", "é"])
+    def test_odd(part, name): assert not os.environ.get("FAIL_ODD")
+"""
+
+
+def test_a_printed_case_is_one_argument_of_a_shell(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL_ODD", "1")
+    failing = suite({"test_a.py": ODD}, "-n0")
+    printed = [line for line in failing.text.splitlines() if line.startswith("--repro ")]
+    assert len(printed) == 6, failing.text
+    shell = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {' '.join(printed)}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    cases = [ast.literal_eval(line) for line in shell.stdout.splitlines() if line != "--repro"]
+    assert [case["part"] for case in cases] == [PART] * 6
+    # One process runs one case; the oddest of them.
+    again = suite({"test_a.py": ODD}, "--repro", repr(cases[1]), "-n0")
+    assert again.outcomes == {"collected": 1, "failed": 1}, again.text
+    assert printed[1] in again.text
+
+
+def test_a_case_of_another_version_of_the_test_is_told(suite: Suite) -> None:
+    code = "def test_a(draws): draws.dim('n', 3)\n"
+    case = "{'test': 'test_a.py::test_a', 'seed': 0, 'n': 2, 'heads': 4}"
+    ran = suite({"test_a.py": code}, "--repro", case, "-n0")
+    assert ran.status == 0, ran.text
+    assert ran.lines_with("the test did not ask for this part of --repro: heads")
+
+
 def test_a_drawn_seed_is_one_for_all_workers_and_printed(suite: Suite) -> None:
     code = "def test_a(draws): print('DREW', draws.seed); assert 0\ntest_b = test_a\n"
     ran = suite({"test_a.py": code}, "--seed", "random", "-n", "2")
@@ -118,6 +162,10 @@ def test_a_drawn_seed_is_one_for_all_workers_and_printed(suite: Suite) -> None:
         (("--seed", "-1"), "'-1' is neither an integer from 0 up nor 'random'"),
         (("--repro", "{'seed': 1}"), "is not a printed case"),
         (("--repro", "f()"), "is not a printed case"),
+        (("--repro", "{'test': 'test_a.py', 'seed': 1}"), "is not a printed case"),
+        (("--repro", "(" * 3000), "is not a printed case"),
+        (("--repro=" + "-" * 9000 + "1",), "is not a printed case"),
+        (("--repro", "{[]: 1}"), "is not a printed case"),
         (("--deadline", "soon"), "'soon' is not a number of seconds from 0 up"),
     ],
 )
