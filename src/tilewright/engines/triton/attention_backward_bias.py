@@ -163,8 +163,8 @@ def attention_backward_bias(
                             row[:, None], key[None, :], seen, line * rows, keys, seed_value,
                             offset_value, kept_scale, drop_at, HAS_PHILOX, THRESHOLD,
                         )  # fmt: skip
-                    d_s, _ = tile_gradient(
-                        p, d_p, delta_of_rows[:, None], cap_slope, seen, False, HAS_SOFT_CAP
+                    d_s = tile_gradient(
+                        p, d_p, delta_of_rows[:, None], cap_slope, seen, False, False
                     )
                     total += d_s
     row = own_row + tl.arange(0, ROWS)

@@ -169,7 +169,7 @@ def _rows_pass(
                 p_kept = p * keep
                 d_p = d_p * keep
             acc_v = dot(p_kept.to(d_o_tile.dtype), d_o_tile, acc_v)
-            _, d_x = tile_gradient(p, d_p, delta[None, :], cap_slope, seen, IS_OPEN, HAS_SOFT_CAP)
+            d_x = tile_gradient(p, d_p, delta[None, :], cap_slope, seen, IS_OPEN, HAS_SOFT_CAP)
             d_x = d_x.to(q_tile.dtype)
             acc_k = dot(d_x, q_tile, acc_k)
             if ADDS_Q:

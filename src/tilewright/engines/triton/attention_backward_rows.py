@@ -147,7 +147,7 @@ def _keys_pass(
                     HAS_PHILOX,
                     THRESHOLD,
                 )
-            _, d_x = tile_gradient(p, d_p, delta[:, None], cap_slope, seen, IS_OPEN, HAS_SOFT_CAP)
+            d_x = tile_gradient(p, d_p, delta[:, None], cap_slope, seen, IS_OPEN, HAS_SOFT_CAP)
             if CLEANS_KEYS and not IS_OPEN:
                 k_tile = finite_or_zero(k_tile)
             acc_q = dot(d_x.to(k_tile.dtype), k_tile, acc_q)

@@ -81,19 +81,14 @@ def tile_probabilities(
 
 
 @triton.jit
-def tile_gradient(
-    p, d_p, delta, cap_slope, seen, IS_OPEN: tl.constexpr, HAS_SOFT_CAP: tl.constexpr
-):
-    """(dS, dX): the gradients by the changed scores and by the scaled ones."""
-    d_s = p * (d_p - delta)
+def tile_gradient(p, d_p, delta, cap_slope, seen, IS_OPEN: tl.constexpr, BEFORE_CAP: tl.constexpr):
+    """dS, the gradient by the changed scores, or dX, by those before the soft cap."""
+    gradient = p * (d_p - delta)
+    if BEFORE_CAP:
+        gradient = gradient * cap_slope
     if not IS_OPEN:
-        d_s = tl.where(seen, d_s, 0.0)
-    d_x = d_s
-    if HAS_SOFT_CAP:
-        d_x = d_s * cap_slope
-        if not IS_OPEN:
-            d_x = tl.where(seen, d_x, 0.0)
-    return d_s, d_x
+        gradient = tl.where(seen, gradient, 0.0)
+    return gradient
 
 
 @triton.jit

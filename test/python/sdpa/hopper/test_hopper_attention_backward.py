@@ -1,0 +1,256 @@
+"""Attention backward on Hopper: what is declined, that it compiles, and values on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.engines.hopper.attention_backward_spec import read_backward
+from tilewright.errors import NotSupportedError
+
+CAPABILITY = (9, 0)
+BOTTOM_RIGHT = tw.diagonal_alignment.BOTTOM_RIGHT
+Masks = dict[str, Any]
+
+
+def has_hopper() -> bool:
+    """True on the GPU that these kernels are for."""
+    return (
+        os.path.exists("/dev/nvidiactl")
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() == CAPABILITY
+    )
+
+
+def declare(
+    dims: dict[str, tuple[int, ...]],
+    dtype: str = "bfloat16",
+    device: str | None = None,
+    strides: dict[str, tuple[int, ...]] | None = None,
+    **options: Any,
+) -> Any:
+    """A graph of one backward; ``sink`` asks for a sink and its gradient."""
+    handle = None if device is None else tw.create_handle(device)
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32", handle=handle)
+    strides = strides or {}
+    named = {
+        name: graph.tensor(dim, **({"stride": strides[name]} if name in strides else {}), name=name)
+        for name, dim in dims.items()
+        if name != "sink"
+    }
+    stats = graph.tensor((*dims["q"][:3], 1), data_type="float32", name="stats")
+    if "sink" in dims:
+        options["sink_token"] = graph.tensor(dims["sink"], data_type="float32", name="sink")
+        options["dSink_token"] = graph.tensor(dims["sink"], data_type="float32", name="dSink")
+        options["dSink_token"].set_output(True)
+    made = graph.sdpa_backward(
+        *(named[name] for name in ("q", "k", "v", "o", "dO")), stats, attn_scale=0.1, **options
+    )
+    for tensor, name in zip(made, ("dQ", "dK", "dV"), strict=True):
+        tensor.set_output(True).set_name(name)
+    return graph
+
+
+def dims_of(
+    rows: int = 256, keys: int = 256, depth: int = 64, heads: tuple[int, int] = (4, 2)
+) -> dict[str, tuple[int, ...]]:
+    q, k = (2, heads[0], rows, depth), (2, heads[1], keys, depth)
+    return {"q": q, "k": k, "v": k, "o": q, "dO": q}
+
+
+DECLINES: list[tuple[str, Masks, Masks, str]] = [
+    ("float32", {}, {"dtype": "float32"}, "has data type FLOAT"),
+    ("depth", {"depth": 136}, {}, "head sizes 136 and 136; the kernels take up to 128"),
+    ("short", {"rows": 63}, {}, "63 rows and 256 keys"),
+    ("fixed order", {}, {"use_deterministic_algorithm": True}, "use_deterministic_algorithm"),
+    ("alibi", {}, {"use_alibi_mask": True, "use_causal_mask": True}, "use_alibi_mask"),
+    ("blind rows", {"keys": 128}, {"use_causal_mask_bottom_right": True}, "see none of 128 keys"),
+    (
+        "step",
+        {},
+        {"strides": {"q": (4 * 256 * 65, 256 * 65, 65, 1)}},
+        "multiples of 16 bytes",
+    ),
+]
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize(
+    ("extents", "options", "reason"),
+    [row[1:] for row in DECLINES],
+    ids=[row[0] for row in DECLINES],
+)
+def test_a_decline_names_the_tensor_or_the_rule(
+    extents: Masks, options: Masks, reason: str
+) -> None:
+    graph = declare(dims_of(**extents), **options)
+    graph.validate()
+    with pytest.raises(NotSupportedError) as caught:
+        read_backward(graph.operations[0])
+    assert reason in str(caught.value)
+
+
+@pytest.mark.L0
+def test_bounds_are_in_rows_of_the_tensors_and_vanish_where_they_hide_nothing() -> None:
+    for masks, expected in (
+        ({"use_causal_mask": True}, (None, 0)),
+        ({"use_causal_mask_bottom_right": True}, (None, 44)),
+        ({"sliding_window_length": 100, "use_causal_mask": True}, (100, 0)),
+        ({"sliding_window_length": 400}, (None, None)),
+        ({"diagonal_band_right_bound": 299}, (None, None)),
+        ({"diagonal_band_left_bound": 60, "diagonal_alignment": BOTTOM_RIGHT}, (16, None)),
+    ):
+        graph = declare(dims_of(256, 300), **masks)
+        graph.validate()
+        spec = read_backward(graph.operations[0])
+        assert (spec.left, spec.right) == expected
+
+
+COMPILE = """
+import json, sys
+sys.path.insert(0, {folder!r})
+from test_hopper_attention_backward import declare, dims_of
+from tilewright.engines.compiled.compiler import compile_kernel
+from tilewright.engines.hopper import attention_backward
+
+results = []
+for extents, options in (
+    (dict(depth=128), dict()),
+    (dict(depth=128, rows=300, keys=300), dict(use_causal_mask=True)),
+    (dict(depth=64), dict(use_causal_mask=True, sliding_window_length=99, dtype="float16")),
+):
+    graph = declare(dims_of(**extents) | dict(sink=(1, 4, 1, 1)), **options)
+    graph.validate()
+    for kernel in attention_backward.plan(graph, (), 132).kernels:
+        names = list(kernel.spec.function.arg_names)
+        given = [name for name, _ in kernel.spec.types]
+        constants = [name for name, _ in kernel.spec.constants]
+        code = compile_kernel(kernel.spec, (9, 0))
+        results.append(dict(
+            kernel=kernel.spec.name,
+            bytes=len(code.image),
+            shared=code.shared_bytes,
+            runtime_in_order=given == [n for n in names if n not in constants],
+            all_named=sorted(given + constants) == sorted(names),
+            one_argument_each=len(kernel.arguments) == len(given),
+        ))
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.L1
+def test_every_kernel_compiles_and_is_called_as_compiled() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    source = COMPILE.format(folder=os.path.dirname(__file__))
+    child = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, env=environment
+    )
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    names = {result["kernel"] for result in results}
+    assert names == {"prepare_rows", "attention_backward", "finish_rows", "finish_sinks"}
+    for result in results:
+        assert result["bytes"] > 1000 and result["shared"] <= 227 * 1024
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
+
+
+MASKS: dict[str, Masks] = {
+    "open": {},
+    "causal": {"use_causal_mask": True},
+    "bottom_right": {"use_causal_mask_bottom_right": True},
+    "window": {"use_causal_mask": True, "sliding_window_length": 70},
+    "band": {
+        "diagonal_band_left_bound": 90,
+        "diagonal_band_right_bound": 33,
+        "diagonal_alignment": BOTTOM_RIGHT,
+    },
+}
+SHAPES = [
+    (256, 256, 128, (2, 2)),
+    (300, 300, 64, (4, 2)),
+    (129, 400, 128, (3, 1)),
+    (500, 640, 96, (2, 1)),
+    (1024, 1024, 64, (2, 2)),
+    (64, 65, 40, (1, 1)),
+]
+
+
+def visible(rows: int, keys: int, masks: Masks) -> torch.Tensor:
+    i = torch.arange(rows, device="cuda")[:, None]
+    j = torch.arange(keys, device="cuda")[None]
+    is_low = masks.get("diagonal_alignment") is BOTTOM_RIGHT
+    if is_low or "use_causal_mask_bottom_right" in masks:
+        i = i + keys - rows
+    seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
+    if "use_causal_mask" in masks or "use_causal_mask_bottom_right" in masks:
+        seen &= j <= i
+    if "diagonal_band_right_bound" in masks:
+        seen &= j <= i + masks["diagonal_band_right_bound"]
+    left = masks.get("sliding_window_length", masks.get("diagonal_band_left_bound"))
+    return seen if left is None else seen & (j > i - left)
+
+
+@pytest.mark.L0
+@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients(shape: Any, mask: str, dtype: str) -> None:
+    rows, keys, depth, heads = shape
+    masks = MASKS[mask]
+    kind = getattr(torch, dtype)
+    dims = dims_of(rows, keys, depth, heads) | {"sink": (1, heads[0], 1, 1)}
+    generator = torch.Generator("cuda").manual_seed(rows)
+    pack = {
+        name: torch.randn(dims[name], generator=generator, device="cuda").to(kind)
+        for name in ("q", "k", "v", "dO")
+    }
+    pack["sink"] = torch.randn(dims["sink"], generator=generator, device="cuda")
+    leaves = [pack[n].double().requires_grad_() for n in ("q", "k", "v", "sink")]
+    q, k, v, sink = leaves
+    group = heads[0] // heads[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * 0.1
+    scores = scores.masked_fill(~visible(rows, keys, masks), -torch.inf)
+    stats = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink)
+    o = (scores - stats).exp() @ v.repeat_interleave(group, 1)
+    o.backward(pack["dO"].double())
+    pack |= {"o": o.detach().to(kind), "stats": stats.detach().float()}
+    expected = dict(zip(("dQ", "dK", "dV", "dSink"), (x.grad for x in leaves), strict=True))
+    graph = declare(dims, dtype, "cuda", **masks)
+    graph.build()
+    blind = not visible(rows, keys, masks).any(1).all()
+    assert graph.selected_engine == ("triton" if blind else "hopper")
+    for name, value in expected.items():
+        out_kind = torch.float32 if name == "dSink" else kind
+        pack[name] = torch.full(value.shape, torch.nan, dtype=out_kind, device="cuda")
+    size = graph.get_workspace_size()
+    workspace = torch.full((size + 64,), 0xAB, dtype=torch.uint8, device="cuda")
+    graph.execute(pack, workspace)
+    assert (workspace[size:] == 0xAB).all()
+    for name, value in expected.items():
+        error = (pack[name].double() - value).abs().max().item()
+        assert error <= 2 * torch.finfo(kind).eps * max(1.0, value.abs().max().item()), name
+
+
+@pytest.mark.L0
+@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+def test_keys_that_no_early_row_sees_may_hold_nan() -> None:
+    dims = dims_of(256, 256, 64, (1, 1))
+    pack = {n: torch.randn(dims[n], device="cuda").bfloat16() for n in ("q", "k", "v", "dO", "o")}
+    pack["stats"] = torch.full((2, 1, 256, 1), 5.0, device="cuda")
+    pack |= {n: torch.empty_like(pack["q"]) for n in ("dQ", "dK", "dV")}
+    graph = declare(dims, device="cuda", use_causal_mask=True)
+    graph.build()
+    assert graph.selected_engine == "hopper"
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    pack["k"][:, :, 200], pack["v"][:, :, 200] = torch.nan, torch.inf
+    graph.execute(pack, workspace)
+    assert torch.isfinite(pack["dQ"][:, :, :200]).all()
+    assert torch.isnan(pack["dQ"][:, :, 200:]).all(), "rows that see the key are not finite"
