@@ -30,6 +30,7 @@ TESTS_SECONDS = 40.0
 TEST_SECONDS = 3.0
 # Comparisons that cannot differ: CPython holds small integers, names and enumerators once.
 _SAME_COMPARISONS = ("Eq_Is", "NotEq_IsNot", "Is_Eq", "IsNot_NotEq")
+_IDLE_DECORATORS = ("dataclass", "record(", "cache")
 Span = tuple[int, int, int, int]
 Site = tuple[str, int, int, int]
 
@@ -88,7 +89,7 @@ def excluded(name: str, code: str) -> list[tuple[str, Span]]:
             if node.name in DEVICE_ONLY.get(name, ()):
                 found.append(("runs on a GPU only", _span(node)))
             for decorator in node.decorator_list:
-                if any(word in ast.unparse(decorator) for word in ("dataclass", "cache")):
+                if any(word in ast.unparse(decorator) for word in _IDLE_DECORATORS):
                     line, _, *end = _span(decorator)
                     found.append(("decorator", (line, 0, end[0], end[1])))
         elif isinstance(node, ast.keyword) and node.arg == "strict":
