@@ -22,7 +22,7 @@ _PREFIXES = ("TRITON_", "PTXAS_")
 # Of variables that compilers read without our knowing which: rather too many than one too few.
 _WIDE_PREFIXES = (
     *_PREFIXES,
-    *("LLVM_", "MLIR_", "NVPTX_", "AMDGCN_", "DISABLE_", "ENABLE_", "DUMP_", "USE_"),
+    *("ALLOW_", "LLVM_", "MLIR_", "NVPTX_", "AMDGCN_", "DISABLE_", "ENABLE_", "DUMP_", "USE_"),
 )
 # Where things are kept and what is printed: these do not reach the code.
 _IRRELEVANT = frozenset(
