@@ -18,6 +18,8 @@ BINDER = f"{P}/core/launch/test_binder.py"
 PLANS = f"{P}/core/planning/test_plans.py"
 SDPA = f"{P}/sdpa/torch/test_sdpa_functions.py"
 SEQUENCES = f"{P}/sdpa/aten/test_attention_sequences.py"
+ROPE = f"{P}/rope/triton/test_triton_rope"
+CHAINS = f"{P}/pointwise/triton/test_triton_pointwise"
 TRITON = f"{P}/norm/triton"
 ATTENTION = f"{P}/sdpa/triton/test_triton_attention.py"
 ATTENTION_PAIRS = f"{P}/sdpa/triton/test_triton_attention_pairs.py"
@@ -227,6 +229,10 @@ CASES: tuple[Case, ...] = (
             f"{ATTENTION_ON_GPU}::test_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_a_page_far_away_is_found",
             f"{TRITON}/test_triton_norm_layouts_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
+            f"{ROPE}.py::test_strides_beyond_32_bits",
+            f"{ROPE}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
+            f"{CHAINS}.py::test_strides_beyond_32_bits",
+            f"{CHAINS}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
         ),
     ),
     Case(
@@ -314,6 +320,8 @@ CASES: tuple[Case, ...] = (
         (
             f"{TRITON}/test_triton_norms_compile.py::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
             f"{ATTENTION}::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
+            f"{ROPE}.py::test_every_kernel_compiles_for_four_targets_without_approximations",
+            f"{CHAINS}.py::test_generated_kernels_compile_for_four_targets",
         ),
     ),
     Case(
@@ -332,7 +340,11 @@ CASES: tuple[Case, ...] = (
             f"{P}/core/artifact/test_artifact_compile.py::test_another_process_finds_what_one_compiled",
         ),
     ),
-    Case("A2", "keys hold plan-time facts only", (f"{P}/core/artifact/test_artifact_key.py",)),
+    Case(
+        "A2",
+        "keys hold plan-time facts only",
+        (f"{P}/core/artifact/test_artifact_key.py", f"{CHAINS}_keys.py"),
+    ),
     Case(
         "A3",
         "a disabled, full, read-only, shared or damaged store",
