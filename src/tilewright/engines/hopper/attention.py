@@ -38,14 +38,19 @@ _TYPES = {DataType.BFLOAT16: gl.bfloat16, DataType.HALF: gl.float16}
 class AttentionConfig:
     """How a tile is cut: see the constants of ``attention_kernel``.
 
-    ``turns``: consumers take turns on the tensor cores. ``lazy``: accumulators are rescaled only
-    where the maximum grew much. ``by_cost``: causal tiles are dealt by their length.
+    ``overlaps``: in a consumer two blocks' products are under way together, which takes registers
+    for both; without it ``q_slots`` is 1. ``turns``: consumers take turns on the tensor cores.
+    ``lazy``: accumulators are rescaled only where the maximum grew much. ``q_registers``: Q is
+    held in registers. ``emulated``: of eight exponentials, how many are polynomials. ``by_cost``:
+    causal tiles are dealt by their length. ``repairs``: tiles that hidden values spoiled are
+    computed again.
     """
 
     block_n: int = 128
     warpgroups: int = 2
     stages: int = 2
     q_slots: int = 2
+    overlaps: bool = True
     turns: bool = True
     lazy: bool = True
     q_registers: bool = False
@@ -154,6 +159,7 @@ def plan_with(
             ("WARPGROUPS", config.warpgroups),
             ("STAGES", config.stages),
             ("Q_SLOTS", config.q_slots),
+            ("OVERLAPS", config.overlaps),
             ("TURNS", config.turns),
             ("LAZY", config.lazy),
             ("Q_REGISTERS", config.q_registers),

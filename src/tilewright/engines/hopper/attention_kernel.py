@@ -202,6 +202,197 @@ def leave(out, q, o_map, place, first, sequence, problem, tiling, features):
 
 
 @gluon.jit
+def whole_block(
+    q,
+    acc,
+    top,
+    total,
+    first,
+    column,
+    block,
+    sequence,
+    memory,
+    problem,
+    tiling,
+    features,
+    MASKED: gl.constexpr,
+    CLEARS: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+):
+    """Both products of a block one after the other, softmax between them."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    stage = block % tiling.STAGES
+    phase = (block // tiling.STAGES) & 1
+    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
+    mbarrier.wait(memory.k_full.index(stage), phase)
+    take_turn(tiling, WARPGROUP)
+    scores = warpgroup_mma(
+        q, memory.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    pass_turn(tiling, WARPGROUP)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    if MASKED:
+        scores = masked(scores, first, column, sequence, tiling, features)
+    p, factor, top, total = softmax_block(scores, top, total, problem.scale, tiling, MASKED)
+    p = gl.convert_layout(p.to(memory.v.dtype), p_layout)
+    acc = rescaled(acc, factor, tiling)
+    mbarrier.wait(memory.v_full.index(stage), phase)
+    if CLEARS:
+        clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
+    take_turn(tiling, WARPGROUP)
+    acc = warpgroup_mma(p, memory.v.index(stage), acc, is_async=True)
+    pass_turn(tiling, WARPGROUP)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
+    return acc, top, total
+
+
+@gluon.jit
+def consume_apart(
+    q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPGROUP: gl.constexpr
+):
+    """A consumer whose registers do not hold two blocks: its products come one by one.
+
+    The tensor cores are busy all the same: with turns, each consumer's softmax runs under a
+    product of another.
+    """
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
+    )
+    BN: gl.constexpr = tiling.BLOCK_N
+    HAS_TAIL: gl.constexpr = features.LENGTHS_KV != NO_LENGTHS
+    if WARPGROUP == tiling.WARPGROUPS - 1:
+        pass_turn(tiling, WARPGROUP)
+    block = 0
+    count = count_tiles(problem, tiling, features)
+    step = next_step(0, problem, tiling, features)
+    for number in range(count):
+        place, sequence = place_of(step, problem, tiling, features)
+        first = place.first + WARPGROUP * ROWS
+        q = memory.q.index(WARPGROUP)
+        mbarrier.wait(memory.q_full.index(0), number & 1)
+        column = (place.high - 1) * BN
+        free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
+        top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
+        acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
+        acc, top, total = whole_block(
+            q,
+            acc,
+            top,
+            0.0,
+            first,
+            column,
+            block,
+            sequence,
+            memory,
+            problem,
+            tiling,
+            features,
+            features.FIRST_MASKED,
+            HAS_TAIL,
+            WARPGROUP,
+        )
+        block += 1
+        if features.RIGHT_LOOP:
+            for j in range(1, free):
+                acc, top, total = whole_block(
+                    q,
+                    acc,
+                    top,
+                    total,
+                    first,
+                    column - j * BN,
+                    block,
+                    sequence,
+                    memory,
+                    problem,
+                    tiling,
+                    features,
+                    True,
+                    False,
+                    WARPGROUP,
+                )
+                block += 1
+        for _ in range(free, edge):
+            acc, top, total = whole_block(
+                q,
+                acc,
+                top,
+                total,
+                first,
+                0,
+                block,
+                sequence,
+                memory,
+                problem,
+                tiling,
+                features,
+                False,
+                False,
+                WARPGROUP,
+            )
+            block += 1
+        if features.HAS_LEFT:
+            for j in range(edge, n):
+                acc, top, total = whole_block(
+                    q,
+                    acc,
+                    top,
+                    total,
+                    first,
+                    column - j * BN,
+                    block,
+                    sequence,
+                    memory,
+                    problem,
+                    tiling,
+                    features,
+                    True,
+                    False,
+                    WARPGROUP,
+                )
+                block += 1
+        out, shift, inverse = finish(acc, top, total, place, first, sequence, problem, features)
+        if features.REPAIRS:
+            out = repaired(
+                out, q, shift, inverse, place, first, sequence, problem, tiling, features
+            )
+        leave(out, q, o_map, place, first, sequence, problem, tiling, features)
+        tma.store_wait(0)
+        if number + 1 < count:
+            barrier_arrive(tiling.Q_BARRIER, tiling.RELEASE)
+        step = next_step(step + 1, problem, tiling, features)
+    if WARPGROUP == 0:
+        take_turn(tiling, WARPGROUP)
+
+
+@gluon.jit
+def ends_of_masks(place, first, sequence, tiling, features):
+    """(free, edge, n): blocks 1 to free - 1 of n are masked on the right, from edge on on the left.
+
+    Block 0 is the last one of the keys, and masked if anything is.
+    """
+    BN: gl.constexpr = tiling.BLOCK_N
+    n = place.high - place.low
+    free = n * 0 + 1
+    if features.RIGHT_LOOP:
+        open_to = max(first + sequence.right + 1, 0) // BN
+        free = max(min(place.high - open_to, n), 1)
+    edge = n
+    if features.HAS_LEFT:
+        hidden = max(first + ROWS - sequence.left, 0)
+        edge = max(min(place.high - (hidden + BN - 1) // BN, n), free)
+    return free, edge, n
+
+
+@gluon.jit
 def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPGROUP: gl.constexpr):
     """A consumer: 64 rows of every tile."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -245,7 +436,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
     step = next_step(0, problem, tiling, features)
     place, sequence = place_of(step, problem, tiling, features)
     for number in range(count):
-        n = place.high - place.low
         first = place.first + WARPGROUP * ROWS
         slot = number % SLOTS
         q_slot = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP)
@@ -283,11 +473,8 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         mbarrier.wait(memory.v_full.index(stage), phase)
         if features.LENGTHS_KV != NO_LENGTHS:
             clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
-        # Blocks 1 to free - 1 are masked on the right, from edge on on the left.
-        free = n * 0 + 1
+        free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
         if features.RIGHT_LOOP:
-            open_to = max(first + sequence.right + 1, 0) // BN
-            free = max(min(place.high - open_to, n), 1)
             for j in range(1, free):
                 p, acc, top, total = next_block(
                     q,
@@ -307,10 +494,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
                     WARPGROUP,
                 )
                 block += 1
-        edge = n
-        if features.HAS_LEFT:
-            hidden = max(first + ROWS - sequence.left, 0)
-            edge = max(min(place.high - (hidden + BN - 1) // BN, n), free)
         for _ in range(free, edge):
             p, acc, top, total = next_block(
                 q,
@@ -401,17 +584,26 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
 
 @gluon.jit
 def consume_0(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
-    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
+    if tiling.OVERLAPS:
+        consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
+    else:
+        consume_apart(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
 
 
 @gluon.jit
 def consume_1(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
-    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
+    if tiling.OVERLAPS:
+        consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
+    else:
+        consume_apart(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
 
 
 @gluon.jit
 def consume_2(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
-    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)
+    if tiling.OVERLAPS:
+        consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)
+    else:
+        consume_apart(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)
 
 
 @gluon.jit
@@ -477,6 +669,7 @@ def attention_forward(
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
     TURNS: gl.constexpr,
     LAZY: gl.constexpr,
     Q_REGISTERS: gl.constexpr,
@@ -503,6 +696,7 @@ def attention_forward(
         WARPGROUPS,
         STAGES,
         Q_SLOTS,
+        OVERLAPS,
         TURNS,
         LAZY,
         Q_REGISTERS,

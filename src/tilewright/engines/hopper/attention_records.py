@@ -28,6 +28,7 @@ class Tiling:
     WARPGROUPS: gl.constexpr
     STAGES: gl.constexpr
     Q_SLOTS: gl.constexpr
+    OVERLAPS: gl.constexpr
     TURNS: gl.constexpr
     LAZY: gl.constexpr
     Q_REGISTERS: gl.constexpr
@@ -49,6 +50,7 @@ class Tiling:
         WARPGROUPS,
         STAGES,
         Q_SLOTS,
+        OVERLAPS,
         TURNS,
         LAZY,
         Q_REGISTERS,
@@ -61,6 +63,7 @@ class Tiling:
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.STAGES = gl.constexpr(STAGES)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
+        self.OVERLAPS = gl.constexpr(OVERLAPS)
         self.TURNS = gl.constexpr(TURNS)
         self.LAZY = gl.constexpr(LAZY)
         self.Q_REGISTERS = gl.constexpr(Q_REGISTERS)
