@@ -68,7 +68,10 @@ def run(
     assert graph.selected_engine == "triton", verdict.reason
     assert len(pointwise.plan(graph, (), 4).kernels) == kernels
     feeds = {tensor: place(value, tensor.stride) for tensor, value in feeds.items()}
-    pack: dict[Any, torch.Tensor] = {t: on_device(value) for t, value in feeds.items()}
+    pack: dict[Any, torch.Tensor] = {
+        tensor: value if tensor.is_pass_by_value else on_device(value)
+        for tensor, value in feeds.items()
+    }
     raws = {}
     for tensor in graph.outputs():
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.dim, tensor.stride, strict=True))
