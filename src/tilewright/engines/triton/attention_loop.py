@@ -71,6 +71,26 @@ def load_piece(
 
 
 @triton.jit
+def block_start(
+    at, first, within, in_keys, row_step, table, table_step, page_step,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, IS_PAGED: tl.constexpr,
+):  # fmt: skip
+    """(pointer to a block of tokens, elements from there to each of its tokens)."""
+    if IS_PAGED and PAGE % BLOCK_N != 0:
+        token = token_offsets(
+            first + within, in_keys, row_step, table, table_step, page_step, PAGE, True
+        )
+        return at, token * UNIT
+    elif IS_PAGED:
+        page = tl.load(table + (first // PAGE).to(tl.int64) * table_step).to(tl.int64)
+        start = page * page_step + (first % PAGE).to(tl.int64) * row_step
+        return at + start * UNIT, within.to(tl.int64) * row_step * UNIT
+    else:
+        start = first.to(tl.int64) * row_step
+        return at + start * UNIT, within.to(tl.int64) * row_step * UNIT
+
+
+@triton.jit
 def add_product(weights, values, seen, acc, CHECKS: tl.constexpr):
     """acc + weights @ values, in which values that a row does not see do not exist.
 
@@ -188,21 +208,15 @@ def attend(
         if HAS_BLOCK_MASK:
             runs = tile_is_open(mask_at, first_row, first, mask_row, mask_byte)
         if runs:
-            if IS_PAGED:
-                k_token = token_offsets(
-                    col, in_keys, k_row, k_table, k_table_step, k_page, K_PAGE, True
-                )
-                v_token = token_offsets(
-                    col, in_keys, v_row, v_table, v_table_step, v_page, V_PAGE, True
-                )
-                k_first, v_first = k_at, v_at
-            else:
-                # The part of an address that changes is a scalar.
-                k_token = within.to(tl.int64) * k_row
-                v_token = within.to(tl.int64) * v_row
-                k_first = k_at + first.to(tl.int64) * k_row * UNIT
-                v_first = v_at + first.to(tl.int64) * v_row * UNIT
-            k_token, v_token = k_token * UNIT, v_token * UNIT
+            # What changes of an address is a scalar, unless a block lies in several pages.
+            k_first, k_token = block_start(
+                k_at, first, within, in_keys, k_row, k_table, k_table_step, k_page,
+                K_PAGE, BLOCK_N, UNIT, IS_PAGED,
+            )  # fmt: skip
+            v_first, v_token = block_start(
+                v_at, first, within, in_keys, v_row, v_table, v_table_step, v_page,
+                V_PAGE, BLOCK_N, UNIT, IS_PAGED,
+            )  # fmt: skip
             k = load_piece(k_first, k_token, in_keys, k_col, 0, D_BLOCK, D, True, IS_MASKED)
             score = dot(q, k, tl.zeros((q.shape[0], BLOCK_N), tl.float32))
             if D_BLOCK_2 > 0:
