@@ -1,0 +1,165 @@
+"""Hopper attention on an H100 or H200 against cuDNN and PyTorch's flash attention.
+
+    python benchmark/hopper_attention.py [--quick]
+
+One run measures everything, on the same random inputs, medians of interleaved rounds; every result
+is compared with cuDNN's first. It writes benchmark/results/<device>/hopper.csv (teraflops a
+second; a causal mask counts half the products), and hopper.png where matplotlib is there.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from results import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tilewright as tw
+
+TOKENS = 16384
+WIDTH = 2048
+SIZES = (64, 128, 256)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+Call = Callable[[], Any]
+
+
+def median_ms(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median device milliseconds a call; calls take turns, so that clocks treat them alike."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def frame(q: Any, k: Any, v: Any, o: Any, causal: bool) -> Any:
+    """A bound call of the Hopper engine."""
+    graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
+    declared = [
+        graph.tensor(x.shape, x.stride(), x.dtype, name=n)
+        for x, n in zip((q, k, v), "qkv", strict=True)
+    ]
+    out, _ = graph.sdpa(
+        *declared,
+        is_inference=True,
+        attn_scale=q.shape[-1] ** -0.5,
+        use_causal_mask=causal,
+    )
+    out.set_output(True).set_name("o").set_dim(o.shape).set_stride(o.stride())
+    graph.build()
+    if graph.selected_engine != "hopper":
+        raise SystemExit(str(graph.explain()))
+    return graph.bind({"q": q, "k": k, "v": v, "o": o})
+
+
+def peer(backend: SDPBackend, q: Any, k: Any, v: Any, causal: bool, grouped: bool) -> Any:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+
+def measure(table: Table, case: str, q: Any, k: Any, v: Any, causal: bool, rounds: int) -> None:
+    """One cell: ours, cuDNN and flash on the same inputs."""
+    o = torch.full_like(q, torch.nan)
+    launch = frame(q, k, v, o, causal).launch
+    arguments = (q, k, v, causal, q.shape[1] != k.shape[1])
+    calls: dict[str, Call] = {
+        "hopper": launch,
+        "cudnn": functools.partial(peer, SDPBackend.CUDNN_ATTENTION, *arguments),
+        "flash": functools.partial(peer, SDPBackend.FLASH_ATTENTION, *arguments),
+    }
+    times = median_ms(calls, rounds)
+    reference = calls["cudnn"]().float()
+    error = ((o.float() - reference).norm() / reference.norm()).item()
+    if not error < 8e-3:
+        raise SystemExit(f"{case}: wrong result, relative error {error}")
+    batch, heads, rows, size = q.shape
+    work = 4 * batch * heads * rows * k.shape[2] * size * (0.5 if causal else 1)
+    speeds = {name: work / ms / 1e9 for name, ms in times.items()}
+    table.add(
+        case=case,
+        head_size=size,
+        length=rows,
+        heads=f"{heads}/{k.shape[1]}",
+        mask="causal" if causal else "full",
+        ms=f"{times['hopper']:.4f}",
+        **{name: f"{speed:.0f}" for name, speed in speeds.items()},
+        over_cudnn=f"{speeds['hopper'] / speeds['cudnn']:.3f}",
+        over_flash=f"{speeds['hopper'] / speeds['flash']:.3f}",
+    )
+
+
+def draw(heads: int, length: int, size: int) -> Any:
+    dim = (max(TOKENS // length, 1), heads, length, size)
+    return torch.randn(dim, device="cuda", dtype=torch.bfloat16)
+
+
+def main() -> None:
+    rounds = 8 if "--quick" in sys.argv else 15
+    torch.manual_seed(0)
+    table = Table("hopper", "python benchmark/hopper_attention.py")
+    for size in SIZES:
+        heads = WIDTH // size
+        for length in LENGTHS:
+            q, k, v = (draw(heads, length, size) for _ in range(3))
+            for causal in (False, True):
+                measure(table, "grid", q, k, v, causal, rounds)
+    ratios = [float(row["over_cudnn"]) for row in table.rows]
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    q, k, v = draw(32, 4096, 128), draw(8, 4096, 128), draw(8, 4096, 128)
+    measure(table, "grouped", q, k, v, True, rounds)
+    path = table.write()
+    print(f"grid: geometric mean over cuDNN {mean:.3f}, least {min(ratios):.3f}")
+    plot(path)
+
+
+def plot(path: Path) -> None:
+    """A picture of the grid beside its table; left out where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with path.open() as file:
+        rows = [r for r in csv.DictReader(x for x in file if x[0] != "#") if r["case"] == "grid"]
+    figure, axes = pyplot.subplots(2, len(SIZES), figsize=(12, 6), sharex=True, sharey=True)
+    for column, size in enumerate(SIZES):
+        for line, mask in enumerate(("full", "causal")):
+            axis = axes[line][column]
+            cells = [r for r in rows if r["head_size"] == str(size) and r["mask"] == mask]
+            for name in ("hopper", "cudnn", "flash"):
+                speeds = [float(r[name]) for r in cells]
+                axis.plot([int(r["length"]) for r in cells], speeds, marker="o", label=name)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"head size {size}, {mask}")
+            axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    figure.supxlabel("length, 16,384 tokens in all")
+    figure.supylabel("TFLOP/s")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2 and sys.argv[1] == "--plot":
+        plot(Path(sys.argv[2]))
+    else:
+        main()
