@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.compiled.planned import KernelPlan, slot_numbers
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
@@ -33,6 +33,7 @@ from tilewright.engines.triton.attention_config import (
     power_of_two,
 )
 from tilewright.engines.triton.attention_decode import decode_plan
+from tilewright.engines.triton.attention_dropout import draws_kernel
 from tilewright.engines.triton.attention_loop import (
     attend,
     attend_ahead,
@@ -261,6 +262,13 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     slots = slot_numbers(graph)
     if not (spec.batch and spec.rows):
         return KernelPlan(())
+    if "rng_dump" in spec.ports:
+        made = _plan(spec, slots, knobs, sm_count)
+        return _with_draws(made, draws_kernel(spec, slots))
+    return _plan(spec, slots, knobs, sm_count)
+
+
+def _plan(spec: AttentionSpec, slots: Mapping[int, int], knobs: Knobs, sm_count: int) -> KernelPlan:
     chosen = dict(knobs)
     decode = choose_decode_config(spec, sm_count)
     if decode is not None and (knob_type.SPLIT_K in chosen or not knobs):
@@ -309,6 +317,12 @@ def _forward(
         arguments.extent("slots", slots_a_head)
         grid = (slots_a_head * spec.heads_q, 1, 1)
     return KernelPlan((arguments.planned(attention_forward, grid, config.warps, config.stages),))
+
+
+def _with_draws(made: KernelPlan, draws: PlannedKernel) -> KernelPlan:
+    """The plan and the plan behind it, each with the kernel that stores dropout's draws."""
+    fallback = None if made.fallback is None else _with_draws(made.fallback, draws)
+    return replace(made, kernels=(*made.kernels, draws), fallback=fallback)
 
 
 def _packed_slots(spec: AttentionSpec, block_m: int) -> int | None:

@@ -165,6 +165,11 @@ def read_spec(operation: Operation) -> AttentionSpec:
     ports = dict(op.inputs)
     ports |= {port: tensor for port, tensor in op.outputs.items() if not tensor.is_virtual}
     _check_types(title, ports)
+    if "rng_dump" in ports and op.kind != "sdpa":
+        raise NotSupportedError(
+            f"{title}: tensor {ports['rng_dump'].label()} (rng_dump) is an output; the backward's "
+            "kernels do not store their draws"
+        )
     _check_extents(title, ports, extents)
     bottom_right = op.alignment is diagonal_alignment.BOTTOM_RIGHT
     len_q, len_kv = _length(ports, "q"), _length(ports, "kv")
@@ -237,11 +242,6 @@ def _check_types(title: str, ports: Mapping[str, Tensor]) -> None:
             f"{title}: tensor {ports['dO'].label()} (dO) has data type "
             f"{ports['dO'].data_type.name} and q has {q.data_type.name}; the kernels multiply "
             "one type"
-        )
-    if "rng_dump" in ports:
-        raise NotSupportedError(
-            f"{title}: tensor {ports['rng_dump'].label()} (rng_dump) is an output; the kernels "
-            "do not store their draws"
         )
 
 

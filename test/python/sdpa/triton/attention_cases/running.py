@@ -110,6 +110,8 @@ class Declared:
                 for _ in range(2)
             ]
             arguments["dropout"] = (0.3, *seeds)
+        if case.dropout == "philox_device" and type(self) is Declared:
+            arguments["rng_dump"] = graph.tensor(name="rng_dump")
         if case.stats == "all":
             arguments["score_max"] = graph.tensor(name="score_max")
             arguments["score_sum_exp"] = graph.tensor(name="score_sum_exp")
@@ -121,6 +123,8 @@ class Declared:
         for port in ("score_max", "score_sum_exp"):
             if port in arguments:
                 self.output(port, arguments[port], (batch, heads, rows, 1))
+        if "rng_dump" in arguments:
+            self.output("rng_dump", arguments["rng_dump"], (batch, heads, rows, keys))
         self._hide_nan()
 
     def operand(
@@ -210,7 +214,7 @@ class Declared:
         tensor.set_output(True).set_name(name).set_dim(dim)
         tensor.set_data_type("float32" if name != "O" or case.out == "float32" else self.dtype)
         _, heads, rows, width = dim
-        if case.place != "ragged":
+        if case.place != "ragged" or name == "rng_dump":
             sample = self.laid_out(dim, torch.float32) if case.layout != "expanded" else None
             tensor.set_stride(torch.empty(dim).stride() if sample is None else sample.stride())
         else:
