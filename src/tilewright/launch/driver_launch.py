@@ -54,7 +54,7 @@ class KernelCall:
     status. ``extra`` refers to the driver's list of where the parameter block is and its size.
     """
 
-    __slots__ = ("function", "launch", "name", "streams")
+    __slots__ = ("function", "handle", "launch", "name", "streams")
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class KernelCall:
     ) -> None:
         self.name = name
         self.streams = StreamConfigs(grid, threads, shared_bytes)
+        self.handle = function
         # A reference to what a handle points to is the handle itself, and needs no conversion.
         self.function = ctypes.byref(ctypes.c_char.from_address(function))
         self.launch = launch_function()

@@ -156,16 +156,15 @@ class BoundLaunch:
         self.block = bytearray(launch.template)
         memory = (ctypes.c_char * launch.size).from_buffer(self.block)
         size = ctypes.c_size_t(launch.size)
-        self._keep = (memory, size)
-        self.extra = ctypes.byref(
-            (ctypes.c_void_p * 5)(
-                _BUFFER_POINTER,
-                ctypes.addressof(memory),
-                _BUFFER_SIZE,
-                ctypes.addressof(size),
-                _END,
-            )
+        where = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER,
+            ctypes.addressof(memory),
+            _BUFFER_SIZE,
+            ctypes.addressof(size),
+            _END,
         )
+        self._keep = (where, memory, size)
+        self.extra = ctypes.byref(where)
         # What the block's tensor maps point to now: the same again needs no encoding.
         self._mapped = [(0, 0)] * len(launch.maps)
         call = launch.call
@@ -174,6 +173,16 @@ class BoundLaunch:
             call.streams,
             call.function,
         )
+
+    @property
+    def call(self) -> KernelCall:
+        """How the kernel is launched."""
+        return self._launch.call
+
+    @property
+    def extra_address(self) -> int:
+        """Where the list is that ``extra`` refers to."""
+        return ctypes.addressof(self._keep[0])
 
     def fill(
         self, starts: Sequence[int], stops: Sequence[int], views: Sequence[Any], scratch: int

@@ -11,6 +11,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.binder import Binder, VariantPack
 from tilewright.launch.context import outside_modes
+from tilewright.launch.cuda_graphs import graph_handle
 from tilewright.launch.direct import DirectCalls
 from tilewright.launch.slots import in_place_pairs, make_slots
 from tilewright.planning.plans import Plan
@@ -52,6 +53,29 @@ class BuiltPlan:
         """
         binding = self.binder.bind(pack, workspace)
         return self.executable.frame(binding, workspace, self.plan.name, (pack, workspace))
+
+    def populate_cuda_graph(self, pack: VariantPack, workspace: Any, cuda_graph: Any) -> None:
+        """Add a checked call's kernels to a CUDA graph; see ``Graph.populate_cuda_graph``."""
+        populate = self._graph_method("populate", "populate_cuda_graph")
+        handle = graph_handle(cuda_graph)
+        populate(self.binder.bind(pack, workspace), workspace, handle)
+
+    def update_cuda_graph(
+        self, pack: VariantPack, workspace: Any, cuda_graph: Any, instance: int | None
+    ) -> None:
+        """Rebind a populated CUDA graph; see ``Graph.update_cuda_graph``."""
+        update = self._graph_method("update", "update_cuda_graph")
+        handle = graph_handle(cuda_graph)
+        update(self.binder.bind(pack, workspace), workspace, handle, instance)
+
+    def _graph_method(self, name: str, asked: str) -> Any:
+        method = getattr(self.executable, name, None)
+        if method is None:
+            raise NotSupportedError(
+                f"{asked}: plan {self.plan.name!r} is not made of prepared kernels; capture "
+                "execute() with torch.cuda.graph instead"
+            )
+        return method
 
     def execute(self, pack: VariantPack, workspace: Any = None, stream: Any = None) -> None:
         """Check a call and run it at once.

@@ -234,27 +234,40 @@ class Graph(CallableGraph):
             engine, knobs = json_form.read_plan(plan)
             self.create_execution_plan(engine, knobs)
 
-    def populate_cuda_graph(self, *arguments: Any) -> None:
-        """Not served yet.
+    def populate_cuda_graph(
+        self, handle: Any, variant_pack: Mapping[Any, Any], workspace: Any, cuda_graph: Any
+    ) -> None:
+        """Add the selected plan's kernels, bound to these buffers, to an empty CUDA graph.
+
+        ``cuda_graph`` is a cudaGraph_t as an int, or an object with ``raw_cuda_graph()``. Nothing
+        runs, and no stream is needed; ``handle`` is the vocabulary's and may be None. The buffers
+        and the workspace are the caller's to keep as long as the graph may be launched.
 
         Raises:
-            NotSupportedError: always.
+            NotSupportedError: if the plan is not made of prepared kernels.
+            BindingError: if an operand does not fit, or the CUDA graph has nodes already.
         """
-        raise NotSupportedError(
-            "populate_cuda_graph: no engine of this version builds native CUDA graphs; capture "
-            "execute() with torch.cuda.graph instead"
-        )
+        self._active_plan().populate_cuda_graph(variant_pack, workspace, cuda_graph)
 
-    def update_cuda_graph(self, *arguments: Any) -> None:
-        """Not served yet.
+    def update_cuda_graph(
+        self,
+        handle: Any,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any,
+        cuda_graph: Any,
+        cuda_graph_exec: int | None = None,
+    ) -> None:
+        """Bind a CUDA graph that ``populate_cuda_graph`` filled to other buffers.
+
+        ``cuda_graph_exec``, a cudaGraphExec_t as an int, is an instance of that very graph, which
+        is updated too; where the graph became a child node, the caller updates the instance from
+        it.
 
         Raises:
-            NotSupportedError: always.
+            NotSupportedError: if the plan is not made of prepared kernels.
+            BindingError: if an operand does not fit, or the graph is none that the plan filled.
         """
-        raise NotSupportedError(
-            "update_cuda_graph: no engine of this version builds native CUDA graphs; capture "
-            "execute() with torch.cuda.graph instead"
-        )
+        self._active_plan().update_cuda_graph(variant_pack, workspace, cuda_graph, cuda_graph_exec)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.compiled.resolved import Codes, ResolvedKernel, ResolvedPlan
 from tilewright.errors import NotSupportedError
+from tilewright.launch import cuda_graphs
 from tilewright.launch.binder import Binder, Binding, workspace_pointer, workspace_view
 from tilewright.launch.cuda_driver import load_module
 from tilewright.launch.direct import DirectCalls
@@ -52,9 +53,7 @@ class CudaExecutable:
 
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> KernelFrame:
         """The parameter blocks of one call."""
-        chosen = self._for(binding.starts)
-        bound = BoundPlan(chosen._launches, self._device_index)
-        bound.fill(binding.starts, binding.stops, binding.views, chosen._scratch(workspace))
+        bound = self._bound(binding, workspace)
         return KernelFrame(bound, self._device_index, plan_name, keep)
 
     def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
@@ -65,6 +64,23 @@ class CudaExecutable:
         bound.fill(binding.starts, binding.stops, binding.views, chosen._scratch(workspace))
         launch_on(bound.run, self._device_index, stream)
         chosen._blocks.give(entry)
+
+    def populate(self, binding: Binding, workspace: Any, cuda_graph: int) -> None:
+        """Add one call's kernels to an empty CUDA graph; see ``launch.cuda_graphs``."""
+        cuda_graphs.populate(self._bound(binding, workspace), cuda_graph, self._device_index)
+
+    def update(
+        self, binding: Binding, workspace: Any, cuda_graph: int, instance: int | None
+    ) -> None:
+        """Give a populated CUDA graph, and its instance, another call's operands."""
+        bound = self._bound(binding, workspace)
+        cuda_graphs.update(bound, cuda_graph, self._device_index, instance)
+
+    def _bound(self, binding: Binding, workspace: Any) -> BoundPlan:
+        chosen = self._for(binding.starts)
+        bound = BoundPlan(chosen._launches, self._device_index)
+        bound.fill(binding.starts, binding.stops, binding.views, chosen._scratch(workspace))
+        return bound
 
     def direct_calls(self, binder: Binder) -> DirectCalls:
         """The short way of plain calls; see ``tilewright.launch.direct``."""
