@@ -68,7 +68,8 @@ class Prepared:
             code.name, self.function, (1, 1, 1), code.threads, 0, kinds, arguments
         )
         self.bound = BoundLaunch(self.launch, torch.cuda.current_device())
-        self.bound.fill([t.data_ptr() for t in (self.x, self.w, self.y)], (), 0)
+        starts = [t.data_ptr() for t in (self.x, self.w, self.y)]
+        self.bound.fill(starts, [start + 4 * BLOCK for start in starts], (), 0)
         self.stream = torch.cuda.current_stream().cuda_stream
         self.block = (ctypes.c_char * self.launch.size).from_buffer(self.bound.block)
         # The driver's other form of the parameters: where each one is.
