@@ -15,6 +15,12 @@ import tilewright as tw
 pytestmark = pytest.mark.L0
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The rules are the host's; on a machine with a GPU graphs would be planned for that.
+    monkeypatch.setattr("tilewright.launch.handles.default_device", lambda: torch.device("cpu"))
+
+
 def scaled_copy(dim: Any, stride: Any = (), dtype: Any = "float32") -> tuple[Any, Any, Any]:
     """A one-operation graph: out = in * 2, both with the given layout."""
     graph = tw.Graph(io_data_type=dtype, intermediate_data_type=dtype)
