@@ -37,10 +37,11 @@ def _interpreter() -> Iterator[None]:
 
 @pytest.fixture(params=["whole", "cut"])
 def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whole rows, or rows cut into many parts however short they are."""
+    """Whole rows, or rows cut into parts of several small tiles however short they are."""
     if request.param == "cut":
         monkeypatch.setattr(normalization, "is_split", lambda problem: True)
         monkeypatch.setattr(normalization_split, "TILE_ELEMENTS", 16)
+        monkeypatch.setattr(normalization_split, "_MAX_SPLITS", 2)
     return str(request.param)
 
 
@@ -158,10 +159,20 @@ def test_activation_columns_rows_numbers_and_masks(rows: str) -> None:
 def test_the_input_again_after_the_norm(rows: str) -> None:
     case = Case()
     x, residual = case.tensor(5, 24), case.tensor(5, 24)
-    total = case.graph.add(x, residual)
-    y = case.norm("layernorm", total, (1, 24))
+    # Where a tile reaches beyond a row, the number would count in the statistics.
+    total = case.graph.add(case.graph.add(x, residual), case.graph.tensor_scalar(3.0))
+    y = case.norm("rmsnorm", total, (1, 24))
     case.graph.add(case.graph.swish(y), total).set_output(True)
     case.run()
+
+
+def test_the_largest_magnitude_is_of_elements_alone(rows: str) -> None:
+    # Where a tile reaches beyond a row y is 0, of which this would be the largest.
+    case = Case(torch.float32)
+    y = case.norm("rmsnorm", case.tensor(5, 24), (1, 24), has_bias=False)
+    near = case.graph.exp(case.graph.neg(case.graph.abs(y)))
+    amax = case.graph.reduction(near, AMAX).set_output(True).set_dim((1, 1)).set_stride((1, 1))
+    assert case.run()[amax].item() < 1.0
 
 
 def test_inference_batchnorm_with_relu_and_amax() -> None:

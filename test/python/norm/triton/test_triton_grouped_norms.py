@@ -55,11 +55,13 @@ def _interpreter() -> Iterator[None]:
 
 @pytest.fixture(params=["whole", "cut"])
 def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whole rows, or rows cut into many parts however short they are."""
+    """Whole rows, or rows cut into parts of several small tiles however short they are."""
     if request.param == "cut":
         monkeypatch.setattr(normalization, "is_split", lambda problem: True)
         monkeypatch.setattr(normalization_split, "TILE_ELEMENTS", 16)
+        monkeypatch.setattr(normalization_split, "_MAX_SPLITS", 2)
         monkeypatch.setattr(group_backward, "MAX_WIDTH", 0)
+        monkeypatch.setattr(group_backward, "_MAX_SPLITS", 2)
     return str(request.param)
 
 
