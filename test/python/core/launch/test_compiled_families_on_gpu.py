@@ -43,6 +43,8 @@ class Declaring:
     def __init__(self, strides: dict[str, Any] | None = None, rows: int = 64) -> None:
         self.graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
         self.rows = rows
+        # Engines that a sample is not for.
+        self.barred: tuple[str, ...] = ()
         self.strides = strides or {}
         self.values: dict[str, torch.Tensor] = {}
 
@@ -102,6 +104,72 @@ def rope(d: Declaring) -> None:
     d.out("y", out, dim)
 
 
+def adalayernorm(d: Declaring) -> None:
+    dim, affine = (2, d.rows, 512), (2, 1, 512)
+    operands = d("x", dim), d("scale", affine), d("bias", affine)
+    y, _, _ = d.graph.adalayernorm(PHASES.INFERENCE, *operands, d.graph.tensor_scalar(1e-6))
+    d.out("y", y, dim)
+
+
+def instancenorm(d: Declaring) -> None:
+    dim, affine = (2, 16, 8, 32), (1, 16, 1, 1)
+    operands = d("x", dim), d("scale", affine), d("bias", affine)
+    y, _, _ = d.graph.instancenorm(PHASES.INFERENCE, *operands, d.graph.tensor_scalar(1e-6))
+    d.out("y", y, dim)
+
+
+def batchnorm_backward(d: Declaring) -> None:
+    dim, one = (4, 16, 8, 32), (1, 16, 1, 1)
+    operands = d("grad", dim), d("x", dim), d("scale", one, "float32")
+    statistics = d("mean", one, "float32"), d("inverse", one, "float32")
+    made = d.graph.batchnorm_backward(*operands, *statistics)
+    d.out("dx", made[0], dim)
+    for name, tensor in zip(("dscale", "dbias"), made[1:], strict=True):
+        d.out(name, tensor, one, "float32")
+
+
+def chain(d: Declaring) -> None:
+    dim = (d.rows, 512)
+    gate, up = d("gate", dim), d("up", dim)
+    d.out("y", d.graph.mul(d.graph.swish(gate), d.graph.add(up, d("bias", (1, 512)))), dim)
+
+
+def attention(d: Declaring) -> None:
+    dim = (2, 4, d.rows, 64)
+    operands = d("q", dim), d("k", dim), d("v", dim)
+    o, stats = d.graph.sdpa(*operands, generate_stats=True, use_causal_mask=True, attn_scale=0.125)
+    d.out("o", o, dim)
+    d.out("stats", stats, (2, 4, d.rows, 1), "float32")
+
+
+def attention_without_hopper(d: Declaring) -> None:
+    d.barred = ("hopper",)
+    attention(d)
+
+
+def attention_padded(d: Declaring) -> None:
+    d.barred = ("hopper",)
+    dim, lengths = (2, 4, d.rows, 64), torch.tensor([d.rows, d.rows // 3], dtype=torch.int32)
+    o, _ = d.graph.sdpa(
+        *(d("q", dim), d("k", dim), d("v", dim)),
+        is_inference=True,
+        attn_scale=0.125,
+        use_padding_mask=True,
+        seq_len_q=d.given("seq_len_q", lengths.view(2, 1, 1, 1)),
+        seq_len_kv=d.given("seq_len_kv", lengths.flip(0).view(2, 1, 1, 1)),
+    )
+    d.out("o", o, dim)
+
+
+def attention_backward(d: Declaring) -> None:
+    dim = (2, 4, d.rows, 64)
+    operands = [d(name, dim) for name in ("q", "k", "v", "o", "grad")]
+    stats = d("stats", (2, 4, d.rows, 1), "float32")
+    made = d.graph.sdpa_backward(*operands, stats, attn_scale=0.125, use_causal_mask=True)
+    for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
+        d.out(name, tensor, dim)
+
+
 # A family joins here: (what declares a graph, operands whose strides may be anything, whether its
 # plans take another number of rows without the compiler).
 SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], bool]] = [
@@ -109,7 +177,15 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], bool]] = [
     (layernorm, ("x", "y"), True),
     (rmsnorm_backward, ("grad", "x", "dx"), False),
     (layernorm_backward, ("grad", "x", "dx"), False),
+    (adalayernorm, ("x", "y"), True),
+    (instancenorm, ("x", "y"), False),
+    (batchnorm_backward, ("grad", "x", "dx"), False),
     (rope, ("x", "y"), False),
+    (chain, ("gate", "y"), False),
+    (attention, ("q", "k", "v", "o"), False),
+    (attention_without_hopper, ("q", "k", "v", "o"), False),
+    (attention_padded, ("q", "o"), False),
+    (attention_backward, ("q", "k", "grad", "dq", "dv"), False),
 ]
 EVERY = pytest.mark.parametrize("declare", [row[0] for row in SAMPLES], ids=lambda d: d.__name__)
 
@@ -118,6 +194,8 @@ def built(declare: Callable[[Declaring], None], **options: Any) -> tuple[Any, di
     """A built graph, and operands on the GPU for it."""
     d = Declaring(**options)
     declare(d)
+    d.graph.create_execution_plans()
+    d.graph.deselect_engines(("aten", *d.barred))
     d.graph.build()
     assert d.graph.selected_engine != "aten", d.graph.explain()
     generator = torch.Generator().manual_seed(7)
