@@ -68,9 +68,16 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
     options = {"num_warps": spec.warps, "num_stages": spec.stages}
     if spec.max_registers is not None:
         options["maxnreg"] = spec.max_registers
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", major * 10 + minor, WARP_THREADS), options=options
-    )
+    target = GPUTarget("cuda", major * 10 + minor, WARP_THREADS)
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:
+        # Its assembler's words; there is no list of targets to ask beforehand.
+        if "not defined for option 'gpu-name'" not in str(error):
+            raise
+        raise NotSupportedError(
+            f"kernel {spec.name!r}: Triton {triton.__version__} has no target sm_{major}{minor}"
+        ) from error
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise NotSupportedError(
