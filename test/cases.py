@@ -15,6 +15,10 @@ P = "test/python"
 PLUGIN = f"{P}/core/testing/plugin"
 COMPARE = f"{P}/core/testing/compare"
 BINDER = f"{P}/core/launch/test_binder.py"
+DIRECT = f"{P}/core/launch/test_direct_calls.py"
+FAMILIES = f"{P}/core/launch/test_compiled_families_on_gpu.py"
+RECORDS = f"{P}/core/artifact/test_plan_records.py"
+DEVICES = f"{P}/core/planning/test_synthetic_devices.py"
 PLANS = f"{P}/core/planning/test_plans.py"
 SDPA = f"{P}/sdpa/torch/test_sdpa_functions.py"
 SEQUENCES = f"{P}/sdpa/aten/test_attention_sequences.py"
@@ -194,7 +198,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "G3",
         "admission asks for the exact device",
-        (f"{PLANS}::test_admission_asks_for_the_exact_device",),
+        (f"{PLANS}::test_admission_asks_for_the_exact_device", DEVICES),
     ),
     Case(
         "G4",
@@ -225,6 +229,7 @@ CASES: tuple[Case, ...] = (
         (
             f"{P}/sdpa/aten/test_attention_memory.py::test_page_index_beyond_32_bits",
             f"{P}/sdpa/aten/test_attention_memory.py::test_token_stride_beyond_32_bits",
+            f"{FAMILIES}::test_wide_strides_read_and_write_no_decoy",
             f"{ON_GPU}::test_row_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_a_page_far_away_is_found",
@@ -252,6 +257,7 @@ CASES: tuple[Case, ...] = (
             f"{BINDER}::test_ragged_capacity_is_what_the_buffer_owns",
             f"{BINDER}::test_strided_lengths_are_refused_not_misread",
             f"{BINDER}::test_dlpack_numpy_and_bare_pointers_bind",
+            f"{DIRECT}::test_both_ways_agree_on_whatever_comes",
             f"{SEQUENCES}::test_a_sequence_beyond_its_buffer_is_refused",
         ),
     ),
@@ -269,6 +275,7 @@ CASES: tuple[Case, ...] = (
         "the workspace overlaps no operand; disjoint slices pass",
         (
             f"{BINDER}::test_the_workspace_may_not_overlap_an_operand",
+            f"{DIRECT}::test_several_kernels_and_their_workspace",
             f"{BINDER}::test_an_output_may_not_overlap_another_operand",
             f"{BINDER}::test_interleaved_views_of_one_buffer_do_not_overlap",
         ),
@@ -298,9 +305,18 @@ CASES: tuple[Case, ...] = (
         (f"{SDPA}::test_lengths_and_sinks_may_be_views",),
     ),
     Case(
+        "B13",
+        "work goes to the operands' device and its stream; the caller's device is restored",
+        (
+            f"{DIRECT}::test_work_goes_to_the_operands_device_and_its_stream",
+            f"{DIRECT}::test_the_short_way_leaves_another_current_device_to_the_binder",
+        ),
+    ),
+    Case(
         "B15",
         "concurrent calls on several streams",
         (
+            f"{FAMILIES}::test_several_streams_at_once",
             f"{ON_GPU}::test_concurrent_frames_on_several_streams",
             f"{ATTENTION_ON_GPU}::test_concurrent_frames_on_several_streams",
         ),
@@ -309,10 +325,17 @@ CASES: tuple[Case, ...] = (
         "B16",
         "replay reads operands as they are",
         (
+            f"{FAMILIES}::test_replay_reads_operands_as_they_are",
+            f"{P}/core/launch/test_cuda_graphs_on_gpu.py",
             f"{ON_GPU}::test_replay_reads_buffers_as_they_are",
             f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
             f"{BINDER}::test_frames_are_bound_once_and_read_buffers_as_they_are",
         ),
+    ),
+    Case(
+        "B17",
+        "shapes change within a plan's bounds with the compiler forbidden",
+        (f"{FAMILIES}::test_another_number_of_rows_needs_no_compiler",),
     ),
     Case(
         "B18",
@@ -328,6 +351,7 @@ CASES: tuple[Case, ...] = (
         "B22",
         "the host never waits",
         (
+            f"{FAMILIES}::test_a_launch_neither_allocates_nor_waits",
             f"{ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
             f"{ATTENTION_ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
         ),
@@ -337,13 +361,18 @@ CASES: tuple[Case, ...] = (
         "built in one process, run in another with the compiler forbidden",
         (
             f"{P}/core/artifact/test_artifact_on_gpu.py",
+            f"{RECORDS}::test_a_second_process_imports_no_triton",
             f"{P}/core/artifact/test_artifact_compile.py::test_another_process_finds_what_one_compiled",
         ),
     ),
     Case(
         "A2",
         "keys hold plan-time facts only",
-        (f"{P}/core/artifact/test_artifact_key.py", f"{CHAINS}_keys.py"),
+        (
+            f"{P}/core/artifact/test_artifact_key.py",
+            f"{CHAINS}_keys.py",
+            f"{RECORDS}::test_names_are_not_in_the_key_and_facts_are",
+        ),
     ),
     Case(
         "A3",
@@ -351,6 +380,7 @@ CASES: tuple[Case, ...] = (
         (
             f"{P}/core/artifact/test_artifact_store.py",
             f"{P}/core/artifact/test_artifact_processes.py",
+            f"{RECORDS}::test_a_damaged_record_is_a_miss",
         ),
     ),
     Case(
