@@ -201,7 +201,9 @@ def test_axes_that_are_quantized_and_dims_that_are_swapped():
 def test_the_largest_magnitude_of_groups():
     groups = torch.tensor([[[1.0, -3.0], [0.5, 0.25]]])
     assert block_scale._amax(groups).tolist() == [[3.0, 0.5]]
+    assert block_scale._amax(torch.tensor([[[-2.0]]])).tolist() == [[2.0]]
     assert block_scale._amax(torch.zeros(2, 0, 4)).shape == (2, 0)
+    assert block_scale._amax(torch.zeros(2, 3, 0)).tolist() == [[0.0] * 3] * 2
     assert block_scale._amax(torch.zeros(0, 3, 4)).shape == (0, 3)
 
 

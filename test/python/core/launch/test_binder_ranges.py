@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -117,6 +118,13 @@ def test_views_and_ranges_of_every_kind_of_buffer() -> None:
     assert found.stops[0] - found.starts[0] == 7
     with pytest.raises(tw.BindingError, match="owns 4 bytes"):
         bound([codes], data[:4])
+    # A ragged operand is bound as all that its buffer owns, bytes standing for an 8-bit type.
+    for data_type, given in (("FP8_E4M3", torch.uint8), ("FP8_E4M3", torch.float8_e4m3fn)):
+        packed = dataclasses.replace(slot((9,), data_type=data_type, alignment=1), is_ragged=True)
+        found = bound([packed], torch.full((6,), 0x38, dtype=torch.uint8).view(given)[1:])
+        assert found.views[0].dtype is torch.float8_e4m3fn
+        assert found.views[0].float().tolist() == [1.0] * 5
+        assert found.stops[0] - found.starts[0] == 5
     eight = slot((4,), data_type="FP8_E4M3", alignment=1)
     ones = bound([eight], torch.full((6,), 0x38, dtype=torch.uint8)).views[0]
     assert ones.dtype is torch.float8_e4m3fn and ones.float().tolist() == [1.0] * 4

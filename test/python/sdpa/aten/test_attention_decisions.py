@@ -13,7 +13,7 @@ import torch
 from tilewright.dtypes import DataType
 from tilewright.engines.aten import attention_fused, attention_fused_padded
 from tilewright.engines.aten.attention_blocks import Block
-from tilewright.engines.aten.attention_score_mod import _compile, _index, _sliced
+from tilewright.engines.aten.attention_score_mod import BoundProgram, _compile, _index, _sliced
 from tilewright.engines.aten.attention_spec import AttentionSpec
 from tilewright.errors import NotSupportedError
 
@@ -265,3 +265,12 @@ def test_a_score_program_is_pointwise(kind):
     program = SimpleNamespace(operations=[step], input=object(), output=object(), gradient=None)
     with pytest.raises(NotSupportedError, match=f"the score program has a {kind}"):
         _compile(SimpleNamespace(title=lambda: "sdpa"), program)
+
+
+def test_a_score_program_of_one_sequence_reads_its_own_tensors():
+    tensors = [torch.randn(shape) for shape in ((3, 2, 5, 7), (1, 2, 5, 7), (5, 7), (3,), ())]
+    program = BoundProgram(None, dict(enumerate(tensors)), torch.float32)
+    found = program.narrow_batch(2)._external
+    assert torch.equal(found[0], tensors[0][2:3])
+    # What has no axis of sequences is read by all.
+    assert all(found[key] is tensors[key] for key in range(1, 5))
