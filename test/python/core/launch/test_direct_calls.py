@@ -151,7 +151,8 @@ def test_a_missing_operand_is_never_filled_in(
     pack = operands()
     built.execute(pack)
     del pack["scale"]
-    for lacking in (pack, collections.defaultdict(lambda: torch.zeros(1, WIDTH), pack)):
+    padded = collections.defaultdict(lambda: torch.zeros(1, WIDTH), {**pack, "other": 3})
+    for lacking in (pack, padded):
         with pytest.raises(tw.BindingError, match=r"'scale'.*no buffer"):
             built.execute(lacking)
 
@@ -252,6 +253,12 @@ def test_several_kernels_and_their_workspace(
     assert first.parameters[8:16] == struct.pack("<Q", start)
     wanted = struct.pack("<QQi4x", start + 256, pack["y"].data_ptr(), 3)
     assert second.parameters[:24] == wanted
+    # Another workspace alone is another call; the blocks are those of the first one.
+    other = aligned(torch.zeros(128)).view(torch.uint8)
+    fake_driver.take()
+    built.execute(pack, other)
+    assert fake_driver.take()[0].parameters[8:16] == struct.pack("<Q", other.data_ptr())
+    assert len(built.executable._blocks._entries) == 1
     # L6, B6: refused before any launch; and so is one that is short, or not aligned for kernels.
     fake_driver.take()
     storage = aligned(torch.zeros(256))
