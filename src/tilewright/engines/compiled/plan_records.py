@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tilewright.artifact.environment import unloaded_environment
@@ -164,16 +164,23 @@ def sources_digest(package: str) -> str:
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         return "absent"
-    own = Path(found.submodule_search_locations[0])
+    own = found.submodule_search_locations[0]
     # .../tilewright/engines/<own>
-    root = own.parents[1]
-    files = sorted(own.rglob("*.py"))
-    for name in _SHARED_SOURCES:
-        path = root / name
-        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    root = os.path.dirname(os.path.dirname(own))
     digest = hashlib.sha256()
-    for path in files:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
+    for top in (own, *(os.path.join(root, name) for name in _SHARED_SOURCES)):
+        for path in [top] if top.endswith(".py") else sorted(_sources(top)):
+            with open(path, "rb", buffering=0) as file:
+                content = file.read()
+            digest.update(f"{path[len(root) :]} {len(content)}\n".encode())
+            digest.update(content)
     return digest.hexdigest()
+
+
+def _sources(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as scan:
+        for item in scan:
+            if item.name.endswith(".py"):
+                yield item.path
+            elif item.is_dir() and item.name != "__pycache__":
+                yield from _sources(item.path)
