@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 RUN = """
-import dataclasses, json, time
+import dataclasses, json, sys, time
 import torch
 import tilewright as tw
 from tilewright.artifact import counters
@@ -77,6 +77,7 @@ print(json.dumps({
         "dscale": error(more["dscale"], factor.grad),
     },
     "first_norm_ms": (ended - began) * 1e3,
+    "imports_triton": "triton" in sys.modules,
 }))
 """
 
@@ -96,6 +97,7 @@ def test_norms_from_the_store(child_environment: dict[str, str]) -> None:
     second = run(child_environment, TILEWRIGHT_FORBID_COMPILER="1")
     assert second["counters"]["compiles"] == 0 and second["counters"]["disk_misses"] == {}
     assert second["counters"]["disk_hits"] == first["counters"]["compiles"]
+    assert first["imports_triton"] and not second["imports_triton"]
     for result in (first, second):
         errors = result["errors"]
         assert errors["replayed y"] <= 2**-8 and errors["dx"] <= 2**-8
