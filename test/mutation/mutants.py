@@ -293,6 +293,14 @@ def _change(before: str, after: str) -> str:
     return "lines were removed"
 
 
+def _packed(mutants: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mutants with their tests as numbers in one list of names."""
+    numbers: dict[str, int] = {}
+    for entry in mutants:
+        entry["tests"] = [numbers.setdefault(test, len(numbers)) for test in entry["tests"]]
+    return {"tests": list(numbers), "mutants": mutants}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=Path, nargs="+", required=True)
@@ -311,7 +319,7 @@ def main() -> None:
         mutants = draw_again(arguments.again, tests)
     else:
         mutants = draw(arguments.count, arguments.seed, tests)
-    arguments.output.write_text(json.dumps(mutants))
+    arguments.output.write_text(json.dumps(_packed(mutants)))
     print(f"{len(mutants)} mutants in {arguments.output}")
 
 

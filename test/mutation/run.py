@@ -232,7 +232,10 @@ def main() -> int:
     started = time.monotonic()
     deadline = started + arguments.seconds
     prepare_process()
-    mutants = json.loads(arguments.mutants.read_text())
+    drawn = json.loads(arguments.mutants.read_text())
+    mutants = drawn["mutants"]
+    for mutant in mutants:
+        mutant["tests"] = [drawn["tests"][number] for number in mutant["tests"]]
     named = sorted({test for mutant in mutants for test in mutant["tests"]})
     wrong = set(without_mutants(named, arguments.jobs, deadline))
     for test in sorted(wrong):
