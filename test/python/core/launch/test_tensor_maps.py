@@ -63,6 +63,23 @@ def test_the_driver_is_told_the_innermost_axis_first_and_wide_steps_whole() -> N
     assert encoder.slot == 4
 
 
+def test_a_ragged_operand_has_as_many_rows_as_its_buffer_owns() -> None:
+    # L5: tokens of 3 heads of 8; the declared batch and length are not the buffer's.
+    graph = tw.Graph(handle=tw.create_handle("cpu"))
+    offsets = graph.tensor((3, 1, 1, 1), data_type="int32")
+    packed = graph.tensor(
+        (2, 3, 100, 8), (2400, 8, 24, 1), data_type="bfloat16", ragged_offset=offsets
+    )
+    made = tensor_map(packed, 0, (1, 1, 64, 8))
+    assert made.is_flat and made.dim == (1, 3, 100, 8)
+    encoder = TensorMapEncoder(made)
+    for tokens in (1, 7, 5000):
+        owned = tokens * 3 * 8 * 2
+        assert tuple(encoder._flat_dim(owned)) == (8, tokens, 3, 1)
+        # The last token's last head may end the buffer early: then that token is none.
+        assert tuple(encoder._flat_dim(owned - 2)) == (8, max(tokens - 1, 1), 3, 1)
+
+
 @pytest.mark.parametrize("start", [0, 8, 4098])
 def test_an_address_that_no_map_takes_is_refused_before_the_driver(start: int) -> None:
     encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))

@@ -64,9 +64,6 @@ def test_bounds_are_those_of_the_kernels_own_rows() -> None:
     assert (wide.left, wide.right) == (None, None), "bounds that hide nothing are none"
 
 
-LENGTHS = dict.fromkeys(
-    ("seq_len_q", "seq_len_kv"), lambda graph: graph.tensor((2, 1, 1, 1), data_type="int32")
-)
 ODD = (2, 4, 256, 60)
 FAR = (2**40, 256 * 64, 64, 1)
 DECLINES: dict[str, tuple[dict[str, Any], str]] = {
@@ -100,6 +97,44 @@ def test_a_decline_names_the_tensor_and_the_rule(name: str) -> None:
     graph = declare(**options)
     with pytest.raises(tw.NotSupportedError, match=reason):
         attention.propose(graph, 132)
+
+
+def packed(*, multiplier: int, ragged: str = "qkvo", with_lengths: bool = True) -> Any:
+    """A graph over packed sequences of 4 heads of 64."""
+    graph = tw.Graph(
+        io_data_type="float16", intermediate_data_type="float32", handle=tw.create_handle("cpu")
+    )
+    sums = graph.tensor((3, 1, 1, 1), data_type="int32", name="sums")
+    stride = (256 * 256, 64, 256, 1)
+    offset = {"ragged_offset": sums, "ragged_offset_multiplier": multiplier}
+    q, k, v = (
+        graph.tensor(DIM, stride, name=name, **(offset if name in ragged else {})) for name in "qkv"
+    )
+    options: dict[str, Any] = {}
+    if with_lengths:
+        options = {"use_padding_mask": True, "cu_seq_len_q": sums, "cu_seq_len_kv": sums}
+    out, _ = graph.sdpa(q, k, v, is_inference=True, attn_scale=0.125, **options)
+    out.set_output(True).set_name("o").set_dim(DIM).set_stride(stride)
+    if "o" in ragged:
+        out.set_ragged_offset(sums).set_ragged_offset_multiplier(multiplier)
+    graph.validate()
+    return graph
+
+
+@pytest.mark.L0
+def test_packed_sequences_that_start_at_whole_rows_are_taken() -> None:
+    kernel = attention.plan(packed(multiplier=256), (), 132).kernels[0]
+    maps = [argument for argument in kernel.arguments if isinstance(argument, TensorMap)]
+    assert len(maps) == 4 and all(each.is_flat for each in maps)
+    constants = dict(kernel.spec.constants)
+    assert constants["RAGGED_Q"] and constants["RAGGED_KV"]
+    for options, reason in (
+        ({"multiplier": 64}, r"'q' \(q\) has ragged_offset_multiplier 64 .* whole rows"),
+        ({"multiplier": 256, "ragged": "qkv"}, r"'o' \(O\) and 'q' \(q\): .* both ragged"),
+        ({"multiplier": 256, "ragged": "kqo"}, r"'v' \(v\) and 'k' \(k\): .* both ragged"),
+    ):
+        with pytest.raises(tw.NotSupportedError, match=reason):
+            attention.propose(packed(**options), 132)
 
 
 @pytest.mark.L0
