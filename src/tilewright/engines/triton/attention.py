@@ -275,10 +275,12 @@ def _plan(spec: AttentionSpec, slots: Mapping[int, int], knobs: Knobs, sm_count:
         config, make = decode.with_knobs(chosen), decode_plan
     else:
         config, make = choose_config(spec, sm_count).with_knobs(chosen), _forward
-    general = make(spec, slots, config, is_aligned=False)
     ports = ("q", "k", "v", "O")
     if not steps_in_vectors(spec, ports):
-        return general
+        return make(spec, slots, config, is_aligned=False)
+    # What is there for a pointer that happens to be odd need not be quick to run.
+    plain = replace(config, is_ahead=config.is_ahead and not config.has_maps)
+    general = make(spec, slots, plain, is_aligned=False)
     aligned = make(spec, slots, config, is_aligned=True)
     return replace(
         aligned,
@@ -300,10 +302,11 @@ def _forward(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         LAST_FIRST=spec.right is not None,
-        IS_AHEAD=is_ahead and config.is_sm90 and spec.data_type is not DataType.FLOAT,
+        IS_AHEAD=is_ahead and config.is_ahead and spec.data_type is not DataType.FLOAT,
         BATCH_BLOCK=0 if slots_a_head is None else power_of_two(spec.batch),
     )
-    if is_aligned and arguments.constants["IS_AHEAD"] and takes_tensor_maps(spec):
+    is_mapped = is_aligned and config.has_maps and arguments.constants["IS_AHEAD"]
+    if is_mapped and takes_tensor_maps(spec):
         block_d, block_dv = arguments.constants["D_BLOCK"], arguments.constants["DV_BLOCK"]
         arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block_d))
         arguments.tensor_map("v_map", spec.ports["v"], (1, 1, config.block_n, block_dv))

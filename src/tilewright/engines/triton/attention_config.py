@@ -15,6 +15,8 @@ MIN_BLOCK = 16
 # Multiprocessors of the parts of SM90 and SM100; no other part that the engine takes has these.
 _SM90_MULTIPROCESSORS = frozenset({78, 114, 132})
 _SM100_MULTIPROCESSORS = frozenset({148, 160})
+# What the engine says where kernels are interpreted.
+INTERPRETED_SM_COUNT = 4
 # Few queries: at most this many, and so many with all heads of a key head.
 MAX_DECODE_ROWS = 16
 MAX_PACKED_ROWS = 64
@@ -30,7 +32,8 @@ class ForwardConfig:
 
     ``target`` is the number of programs that keys are dealt out to; 1 is one a key head, with no
     combination behind it, and 0 is the kernel that does not pack queries of several heads.
-    ``is_sm90``: products run beside exponentials, and the copy engine brings keys and values.
+    ``is_ahead``: a block's product is begun before the softmax of the one before it, which pays
+    where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
     """
 
     block_m: int
@@ -38,7 +41,8 @@ class ForwardConfig:
     warps: int
     stages: int
     target: int = 0
-    is_sm90: bool = False
+    is_ahead: bool = False
+    has_maps: bool = False
 
     def knobs(self) -> Knobs:
         """The same as knobs."""
@@ -83,7 +87,10 @@ def pieces(size: int) -> tuple[int, int]:
 def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     """The tile for a declaration, by head size and by what the device is known to hold."""
     if sm_count in _SM90_MULTIPROCESSORS:
-        return replace(_tile(spec, has_room=True), is_sm90=True)
+        return replace(_tile(spec, has_room=True), is_ahead=True, has_maps=True)
+    if sm_count == INTERPRETED_SM_COUNT:
+        # So that the same loop is tested without a GPU.
+        return replace(_tile(spec, has_room=False), is_ahead=True)
     return _tile(spec, has_room=sm_count in _SM100_MULTIPROCESSORS)
 
 
