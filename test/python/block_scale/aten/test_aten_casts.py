@@ -218,3 +218,11 @@ def test_a_type_must_be_set():
         casts.loader(unset, torch.float32, CPU)
     with pytest.raises(NotSupportedError, match="no data type"):
         casts.storer(unset)
+
+
+def test_only_a_scalar_of_the_host_is_moved_to_the_device():
+    scalar = tilewright.Graph().tensor((1,), data_type="FLOAT", is_pass_by_value=True)
+    given, meta = torch.ones(1), torch.device("meta")
+    assert casts.loader(scalar, torch.float64, meta)(given).device == meta
+    assert casts.loader(scalar, torch.float32, CPU)(given) is given
+    assert casts.loader(record((1,)), torch.float32, meta)(given) is given

@@ -141,3 +141,38 @@ def test_only_the_declared_statistics_are_saved(ports, count):
     for port, value in outputs.items():
         expected = {"mean": 3.0, "inv_variance": 4.0}[port] if count else math.nan
         assert torch.equal(value.nan_to_num(9.0), torch.full((2, 1), expected).nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("by_value", [True, False])
+def test_a_scalar_is_read_where_the_host_need_not_wait(device, by_value):
+    scalar = tilewright.Graph().tensor((1,), data_type="FLOAT", is_pass_by_value=by_value)
+    operation = SimpleNamespace(kind="layernorm", inputs={"epsilon": scalar})
+    device = torch.device(device)
+    if device.type == "cpu" or by_value:
+        read = normalization.scalar_reader(operation, "epsilon", device)
+        assert read({"epsilon": torch.tensor([0.5])}) == 0.5
+    else:
+        with pytest.raises(NotSupportedError, match="must be passed by value"):
+            normalization.scalar_reader(operation, "epsilon", device)
+    with pytest.raises(NotSupportedError, match="'momentum' is absent"):
+        normalization.scalar_reader(operation, "momentum", device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_a_cpu_looks_at_its_means(device):
+    x = torch.tensor([[1.0, 2.0, 4.0], [1.0, math.inf, 2.0]])
+    inputs = {"input": x, "scale": torch.ones(1, 3), "epsilon": torch.tensor([0.5])}
+    outputs = {"Y": torch.zeros(2, 3), "mean": torch.zeros(2, 1)}
+    records = {port: record(*value.shape) for port, value in (inputs | outputs).items()}
+    operation = SimpleNamespace(
+        kind="layernorm",
+        inputs={port: records[port] for port in ("input", "scale")}
+        | {"epsilon": tilewright.Graph().tensor((1,), is_pass_by_value=True)},
+        outputs={port: records[port] for port in outputs},
+    )
+    normalization.prepare_layernorm(operation, torch.device(device))(inputs, outputs)
+    # What ATen gives on a CPU is no number; the host may put it right there alone.
+    assert outputs["mean"][0].item() == pytest.approx(7 / 3)
+    assert outputs["mean"][1].item() == math.inf or device == "cuda"
+    assert outputs["mean"][1].isnan().item() or device == "cpu"
