@@ -341,7 +341,7 @@ def consume(memory, problem, config, d_k_at, d_v_at, d_k_row, d_v_row, depth, de
     if config.HIDES:
         clean_keys(memory, config, CONSUMER)
     step = low * 0
-    share = no_share
+    share = gl.zeros([ROWS, HALF], gl.float32, share_layout)
     line = (problem.batch * problem.heads_kv + problem.head_kv) * problem.group
     sums_at = problem.sums + line.to(gl.int64) * problem.padded_rows * D + CONSUMER * ROWS * HALF
     # The share of a tile is added in the next step; the first one adds zeros.

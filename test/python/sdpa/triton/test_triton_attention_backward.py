@@ -64,11 +64,19 @@ FOUND = [
 
 
 @pytest.mark.L0
-@pytest.mark.parametrize("is_deterministic", [True, False], ids=["fixed", "quick"])
-@pytest.mark.parametrize("case", FOUND, ids=str)
-def test_each_feature(case: Case, is_deterministic: bool) -> None:
-    declared = DeclaredBackward(backward_case(case), DEVICE, is_deterministic=is_deterministic)
-    declared.run(execute)
+@pytest.mark.parametrize("number", range(len(FOUND)), ids=[str(case) for case in FOUND])
+def test_each_feature(number: int) -> None:
+    # Every second one by the plan with atomics.
+    is_deterministic = number % 2 == 0
+    case = backward_case(FOUND[number])
+    DeclaredBackward(case, DEVICE, is_deterministic=is_deterministic).run(execute)
+
+
+@pytest.mark.L1
+@pytest.mark.parametrize("number", range(len(FOUND)), ids=[str(case) for case in FOUND])
+def test_each_feature_by_the_other_plan(number: int) -> None:
+    case = backward_case(FOUND[number])
+    DeclaredBackward(case, DEVICE, is_deterministic=number % 2 == 1).run(execute)
 
 
 @pytest.mark.L1
