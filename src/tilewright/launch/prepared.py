@@ -28,6 +28,7 @@ from tilewright.records import record
 
 # Keys of cuLaunchKernel's "extra" list: where the parameter buffer is, and its size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_ExtraList = ctypes.c_void_p * 5
 _FORMATS = {"i1": "b", "i8": "b", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
 _MAP = "tensor map"
@@ -93,6 +94,9 @@ class KernelLaunch:
         self.formats = tuple(formats)
         self.offsets, self.size = _layout(formats)
         self.template = bytearray(self.size)
+        # What every block of the kernel has in common, so that binding makes little.
+        self.memory_type = ctypes.c_char * self.size
+        self.size_in_memory = ctypes.c_size_t(self.size)
         leading: list[int] = []
         self._rest: list[tuple[str, int, Argument]] = []
         maps: list[tuple[int, TensorMapEncoder]] = []
@@ -154,16 +158,15 @@ class BoundLaunch:
         self._launch = launch
         self._device_index = device_index
         self.block = bytearray(launch.template)
-        memory = (ctypes.c_char * launch.size).from_buffer(self.block)
-        size = ctypes.c_size_t(launch.size)
-        where = (ctypes.c_void_p * 5)(
+        memory = launch.memory_type.from_buffer(self.block)
+        where = _ExtraList(
             _BUFFER_POINTER,
             ctypes.addressof(memory),
             _BUFFER_SIZE,
-            ctypes.addressof(size),
+            ctypes.addressof(launch.size_in_memory),
             _END,
         )
-        self._keep = (where, memory, size)
+        self._keep = (where, memory)
         self.extra = ctypes.byref(where)
         # What the block's tensor maps point to now: the same again needs no encoding.
         self._mapped = [(0, 0)] * len(launch.maps)

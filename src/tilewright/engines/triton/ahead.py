@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.artifact.code import KernelCode
-from tilewright.engines.base import Knobs
 from tilewright.engines.compiled.code_cache import kernel_code
+from tilewright.engines.compiled.executable import resolve
+from tilewright.engines.compiled.plan_records import record_keys, save_plan, save_proposals
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.triton.engine import ENGINE
 from tilewright.errors import NotSupportedError
@@ -22,16 +23,6 @@ class AheadKernel:
     digest: str
     code: KernelCode
     is_aligned: bool
-
-
-def best_knobs(graph: DeclaredGraph, sm_count: int) -> Knobs:
-    """The knobs of the plan that a device with ``sm_count`` multiprocessors would get.
-
-    Raises:
-        NotSupportedError: if no kernel family takes the graph.
-    """
-    knobs: Knobs = ENGINE.family(graph).propose(graph, sm_count)[0].knobs
-    return knobs
 
 
 def compile_ahead(
@@ -48,11 +39,19 @@ def compile_ahead(
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise NotSupportedError("TRITON_INTERPRET=1: kernels are interpreted, none is compiled")
-    plan: KernelPlan = ENGINE.family(graph).plan(graph, best_knobs(graph, sm_count), sm_count)
+    family = ENGINE.family(graph)
+    proposals = family.propose(graph, sm_count)
+    knobs = proposals[0].knobs
+    plan: KernelPlan = family.plan(graph, knobs, sm_count)
     made = []
     for kernel in _kernels(plan):
         digest, code = kernel_code(kernel.spec, compute_capability)
         made.append(AheadKernel(digest, code, bool(kernel.spec.aligned)))
+    # The process that runs the plan finds it, too, and has no need of its family or of Triton.
+    name = ENGINE.family_name(graph)
+    keys = record_keys(ENGINE.package, name, graph, compute_capability, sm_count)
+    save_proposals(keys, proposals)
+    save_plan(keys, knobs, resolve(plan, compute_capability)[0])
     return made
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tilewright.engines.base import Proposal
 from tilewright.engines.compiled import plan_records
 from tilewright.engines.compiled.plan_records import record_keys
 from tilewright.engines.compiled.resolved import ResolvedKernel, ResolvedPlan
+from tilewright.graph import json_form
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.launch.prepared import Constant, HostScalar, Operand, Scratch
 from tilewright.launch.tensor_maps import TensorMap
@@ -27,10 +29,10 @@ PACKAGE = "tilewright.engines.triton"
 WARPS = ((knob_type.WARPS, 4),)
 
 
-def norm(rows: int = 8, name: str = "norm", operand: str = "x") -> Any:
+def norm(rows: int = 8, width: int = 64, name: str = "norm", operand: str = "x") -> Any:
     graph = tw.Graph(name, "bfloat16", "float32")
-    x, scale = graph.tensor((rows, 64), name=operand), graph.tensor((1, 64), name="scale")
-    epsilon = graph.tensor_scalar(1e-5)
+    x, scale = graph.tensor((rows, width), name=operand), graph.tensor((1, width), name="scale")
+    epsilon = graph.tensor_scalar(1e-6)
     y, _ = graph.rmsnorm(tw.norm_forward_phase.INFERENCE, x, scale, None, epsilon)
     y.set_output(True).set_name("y")
     graph.validate()
@@ -281,9 +283,11 @@ print(json.dumps({
 """
 
 
-@pytest.mark.L0
-def test_a_second_process_imports_no_triton(child_environment: dict[str, str]) -> None:
-    def run(sm_count: int = 132, **variables: str) -> dict[str, Any]:
+@pytest.fixture
+def run(child_environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
+    """Return a function (sm_count, **variables) that plans, builds and launches in a process."""
+
+    def run_second(sm_count: int = 132, **variables: str) -> dict[str, Any]:
         child = subprocess.run(
             [sys.executable, "-c", SECOND, str(sm_count)],
             capture_output=True,
@@ -294,6 +298,29 @@ def test_a_second_process_imports_no_triton(child_environment: dict[str, str]) -
         result: dict[str, Any] = json.loads(child.stdout)
         return result
 
+    return run_second
+
+
+@pytest.mark.L1
+def test_what_is_compiled_ahead_needs_no_triton_where_it_runs(
+    run: Callable[..., dict[str, Any]], child_environment: dict[str, str], tmp_path: Path
+) -> None:
+    graph = norm(rows=64, width=256)
+    (tmp_path / "norm.json").write_text(json_form.to_json(graph))
+    command = ["compile", str(tmp_path / "norm.json"), "--target", "sm_90"]
+    made = subprocess.run(
+        [sys.executable, "-m", "tilewright.cli.main", *command],
+        capture_output=True,
+        text=True,
+        env=child_environment,
+    )
+    assert made.returncode == 0, made.stderr
+    shipped = run(TILEWRIGHT_FORBID_COMPILER="1")
+    assert not shipped["triton"] and shipped["hits"] == 2 and len(shipped["launched"]) == 2
+
+
+@pytest.mark.L0
+def test_a_second_process_imports_no_triton(run: Callable[..., dict[str, Any]]) -> None:
     first = run()
     assert first["triton"] and first["family"] and first["compiles"] > 0 and first["writes"] == 2
     assert len(first["launched"]) == 2
