@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from subjects import CUTS, DEVICE_ONLY, ROOT, subject_files
+from subjects import CUTS, ROOT, subject_files
 
 # What the tests of one mutant may take in all, as measured without one.
 TESTS_SECONDS = 40.0
@@ -78,7 +78,7 @@ def sites(code: str) -> list[Site]:
     return found
 
 
-def excluded(name: str, code: str) -> list[tuple[str, Span]]:
+def excluded(code: str) -> list[tuple[str, Span]]:
     """Where no mutant is drawn, each with its reason; README.md has more words."""
     tree = ast.parse(code)
     found: list[tuple[str, Span]] = []
@@ -86,16 +86,12 @@ def excluded(name: str, code: str) -> list[tuple[str, Span]]:
         if isinstance(node, ast.Raise):
             found.append(("text of a refusal", _span(node)))
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            if node.name in DEVICE_ONLY.get(name, ()):
-                found.append(("runs on a GPU only", _span(node)))
             for decorator in node.decorator_list:
                 if any(word in ast.unparse(decorator) for word in _IDLE_DECORATORS):
                     line, _, *end = _span(decorator)
                     found.append(("decorator", (line, 0, end[0], end[1])))
         elif isinstance(node, ast.keyword) and node.arg == "strict":
             found.append(("strict of zip", _span(node)))
-        elif isinstance(node, ast.Compare) and _is_device_type(node.left):
-            found.append(("type of the device", _span(node)))
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             if statement.targets[0].id in CUTS:
@@ -103,10 +99,6 @@ def excluded(name: str, code: str) -> list[tuple[str, Span]]:
             elif _is_type(statement.value):
                 found.append(("name of a type", _span(statement)))
     return found
-
-
-def _is_device_type(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and ast.unparse(node).endswith("device.type")
 
 
 def _is_type(node: ast.expr) -> bool:
@@ -214,7 +206,7 @@ def population() -> tuple[dict[str, tuple[str, str]], list[tuple[str, Site]], Co
     every = []
     left_out: Counter[str] = Counter()
     for name, (code, _) in sources.items():
-        spans = excluded(name, code)
+        spans = excluded(code)
         for site in sites(code):
             reason = _reason(site[2], site[3], spans)
             if site[0].endswith(_SAME_COMPARISONS):

@@ -33,12 +33,7 @@ CUTS = {
     "MASK_ELEMENTS",
     "WASTE_A_SEQUENCE",
     "_DUMP_ELEMENTS",
-    "_CUDA_MAX_DEPTH",
     "_MEMO",
-}
-# Functions that only run where the device is not a CPU, by file.
-DEVICE_ONLY: dict[str, set[str]] = {
-    "src/tilewright/engines/aten/attention_fused.py": {"_cuda_forward"},
 }
 # Where tests of these files are.
 TESTS = sorted({*SUBJECTS.values(), "test/python/core/planning"})

@@ -105,7 +105,7 @@ def test_the_parts_of_a_concatenation_make_its_output():
 def test_an_input_may_lie_in_place_if_it_is_one():
     for index in (0, 1, None):
         concatenation([(2, 3), (2, 4)], (2, 7), axis=1, in_place_index=index)
-    for index in (-1, 2):
+    for index in (-1, 2, 3):
         with pytest.raises(NotSupportedError, match="an index of its 2 inputs"):
             concatenation([(2, 3), (2, 4)], (2, 7), axis=1, in_place_index=index)
 
