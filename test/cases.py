@@ -27,6 +27,7 @@ CHAINS = f"{P}/pointwise/triton/test_triton_pointwise"
 TRITON = f"{P}/norm/triton"
 ATTENTION = f"{P}/sdpa/triton/test_triton_attention.py"
 ATTENTION_PAIRS = f"{P}/sdpa/triton/test_triton_attention_pairs.py"
+ATTENTION_BACKWARD = f"{P}/sdpa/triton/test_triton_attention_backward"
 ATTENTION_ON_GPU = f"{P}/sdpa/triton/test_triton_attention_on_gpu.py"
 ON_GPU = f"{P}/norm/triton/test_triton_norms_on_gpu.py"
 
@@ -233,6 +234,7 @@ CASES: tuple[Case, ...] = (
             f"{ON_GPU}::test_row_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_a_page_far_away_is_found",
+            f"{ATTENTION_BACKWARD}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
             f"{TRITON}/test_triton_norm_layouts_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
             f"{ROPE}.py::test_strides_beyond_32_bits",
             f"{ROPE}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
@@ -329,6 +331,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/core/launch/test_cuda_graphs_on_gpu.py",
             f"{ON_GPU}::test_replay_reads_buffers_as_they_are",
             f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
+            f"{ATTENTION_BACKWARD}_on_gpu.py::test_replay_reads_operands_as_they_are",
             f"{BINDER}::test_frames_are_bound_once_and_read_buffers_as_they_are",
         ),
     ),
@@ -354,6 +357,7 @@ CASES: tuple[Case, ...] = (
             f"{FAMILIES}::test_a_launch_neither_allocates_nor_waits",
             f"{ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
             f"{ATTENTION_ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
+            f"{ATTENTION_BACKWARD}_on_gpu.py::test_neither_bind_nor_launch_waits_or_allocates",
         ),
     ),
     Case(
@@ -392,6 +396,9 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_against_oracle.py",
             ATTENTION,
             ATTENTION_PAIRS,
+            f"{P}/sdpa/aten/test_attention_finite_differences.py",
+            f"{ATTENTION_BACKWARD}.py",
+            f"{ATTENTION_BACKWARD}_on_gpu.py::test_every_pair_of_features",
         ),
     ),
     Case(
