@@ -20,7 +20,6 @@ import torch
 
 from tilewright.launch import prepared
 from tilewright.launch.binder import Binder
-from tilewright.launch.facts import owned_bytes
 from tilewright.launch.prepared import (
     BlockPool,
     Constant,
@@ -97,7 +96,6 @@ def _generate(
         "pop": pool.pop,
         "give": pool.give,
         "make": pool.make,
-        "owned_bytes": owned_bytes,
     }
     lines = [
         "def call(pack, workspace, stream):",
@@ -223,7 +221,11 @@ def _refusals(
     found = [f"({' | '.join(pointers)}) & {mask}" for mask, pointers in masks.items() if mask]
     found += [f"not p{number}" for number in given if binder.slots[number].span_bytes]
     # A storage that is resized under a tensor moves, so it is looked at when addresses change.
-    found += [f"owned_bytes(b{number}) < {_span(binder, number)}" for number in given]
+    found += [
+        f"b{number}.untyped_storage().nbytes() - b{number}.storage_offset() * "
+        f"{binder.slots[number].dtype.itemsize} < {_span(binder, number)}"
+        for number in given
+    ]
     for written, other, may_share in binder.pairs:
         if written not in given or other not in given:
             continue
