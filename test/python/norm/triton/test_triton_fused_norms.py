@@ -18,8 +18,6 @@ from tilewright.engines.triton.engine import interpreting
 from tilewright.oracle import assert_close, evaluate
 from tilewright.oracle.tolerances import default_tolerance
 
-pytestmark = pytest.mark.L0
-
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 PHASES = tw.norm_forward_phase
@@ -35,7 +33,7 @@ def _interpreter() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["whole", "cut"])
+@pytest.fixture
 def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whole rows, or rows cut into parts of several small tiles however short they are."""
     if request.param == "cut":
@@ -43,6 +41,24 @@ def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(normalization_split, "TILE_ELEMENTS", 16)
         monkeypatch.setattr(normalization_split, "_MAX_SPLITS", 2)
     return str(request.param)
+
+
+WHOLE_FIRST = pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param("whole", marks=pytest.mark.L0),
+        pytest.param("cut", marks=pytest.mark.L1),
+    ],
+    indirect=True,
+)
+CUT_FIRST = pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param("whole", marks=pytest.mark.L1),
+        pytest.param("cut", marks=pytest.mark.L0),
+    ],
+    indirect=True,
+)
 
 
 class Case:
@@ -92,6 +108,7 @@ class Case:
         return made
 
 
+@WHOLE_FIRST
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("is_sum_read", [False, True])
 def test_residual_add(kind: str, is_sum_read: bool, rows: str) -> None:
@@ -104,6 +121,7 @@ def test_residual_add(kind: str, is_sum_read: bool, rows: str) -> None:
     assert len(case.run()) == 1 + is_sum_read
 
 
+@CUT_FIRST
 def test_batchnorm_relu_of_channels_last_and_added_skip(rows: str) -> None:
     case = Case()
     x = case.tensor(4, 3, 2, 5)
@@ -116,6 +134,7 @@ def test_batchnorm_relu_of_channels_last_and_added_skip(rows: str) -> None:
     case.run()
 
 
+@CUT_FIRST
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_with_a_scale_and_the_largest_magnitude(dtype: torch.dtype, rows: str) -> None:
     # The amax is of the unscaled result; the scale takes some elements over the type's limit.
@@ -132,6 +151,7 @@ def test_fp8_with_a_scale_and_the_largest_magnitude(dtype: torch.dtype, rows: st
     assert quantized.isfinite().all()
 
 
+@WHOLE_FIRST
 def test_a_result_in_fp8_and_an_input_in_fp8(rows: str) -> None:
     case = Case(torch.float8_e4m3fn)
     y = case.norm("layernorm", case.tensor(4, 24), (1, 24))
@@ -139,6 +159,7 @@ def test_a_result_in_fp8_and_an_input_in_fp8(rows: str) -> None:
     case.run()
 
 
+@CUT_FIRST
 def test_activation_columns_rows_numbers_and_masks(rows: str) -> None:
     # One operand for each way to broadcast, a number, a comparison that selects, and a real Y.
     case = Case(torch.float32)
@@ -156,6 +177,7 @@ def test_activation_columns_rows_numbers_and_masks(rows: str) -> None:
     case.run()
 
 
+@WHOLE_FIRST
 def test_the_input_again_after_the_norm(rows: str) -> None:
     case = Case()
     x, residual = case.tensor(5, 24), case.tensor(5, 24)
@@ -166,6 +188,7 @@ def test_the_input_again_after_the_norm(rows: str) -> None:
     case.run()
 
 
+@WHOLE_FIRST
 def test_the_largest_magnitude_is_of_elements_alone(rows: str) -> None:
     # Where a tile reaches beyond a row y is 0, of which this would be the largest.
     case = Case(torch.float32)
@@ -175,6 +198,7 @@ def test_the_largest_magnitude_is_of_elements_alone(rows: str) -> None:
     assert case.run()[amax].item() < 1.0
 
 
+@pytest.mark.L0
 def test_inference_batchnorm_with_relu_and_amax() -> None:
     case = Case()
     x = case.tensor(2, 3, 4, 5)
@@ -186,6 +210,7 @@ def test_inference_batchnorm_with_relu_and_amax() -> None:
     case.run(2**-8)
 
 
+@pytest.mark.L0
 def test_amax_of_nan_is_nan() -> None:
     case = Case(torch.float32)
     x = case.tensor(4, 8)
@@ -209,6 +234,7 @@ DECLINES: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.L0
 @pytest.mark.parametrize(
     ("make", "reason"), [row[1:] for row in DECLINES], ids=[row[0] for row in DECLINES]
 )
