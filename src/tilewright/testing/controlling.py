@@ -109,6 +109,8 @@ class Controlling:
     def pytest_testnodedown(self, node: Any, error: object | None) -> None:
         """Find out how a worker ended, and whether another one can do better."""
         worker = node.gateway.id
+        # Of an earlier worker; xdist blames a test for an interrupt too.
+        self._last = None
         usage = getattr(node, "workeroutput", {}).get(USAGE)
         if error is None and usage:
             raise pytest.UsageError(*usage)

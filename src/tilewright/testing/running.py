@@ -18,6 +18,8 @@ from tilewright.testing.ending import Ending, LeaveWorker, StopRun
 COLLECTED = "::"
 # In a worker's output: the lines of a usage error.
 USAGE = "tilewright_usage"
+# The status of a forked child that would have gone on as if it were the worker.
+_FORKED = 71
 # What pytest itself needs to go on after a MemoryError is not to be had.
 _OUT_OF_MEMORY = "the process ran out of host memory"
 
@@ -30,6 +32,7 @@ class Running:
         self._deadline_s = deadline_s
         self._ending = ending
         self._stream = self.trace_stream()
+        self._process = os.getpid()
 
     def trace_stream(self) -> IO[str]:
         """Where stacks go: standard error as it is before any capture."""
@@ -89,6 +92,13 @@ class Running:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put the notes on the report; no skip and no expected failure hides a bad finding."""
+        if os.getpid() != self._process:
+            # A child that the test forked and that came back here would report it a second time,
+            # and run all later tests, over its parent's connection.
+            print(
+                f"{item.nodeid}: a forked child came back from the test; it ends", file=sys.stderr
+            )
+            os._exit(_FORKED)
         report = yield
         finding = notes.of(item).finding
         if finding is not None and call.when == "call" and not report.failed:

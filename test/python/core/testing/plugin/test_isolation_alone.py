@@ -197,3 +197,39 @@ def test_maxfail_counts_crashes(suite: Suite, count: int) -> None:
     assert ran.status != 0
     assert len(ran.failed()) == count, ran.text
     assert "ended with no outcome" not in ran.text
+
+
+def test_a_forked_child_that_comes_back_is_ended(suite: Suite) -> None:
+    code = """
+        import os, time
+        def test_forks():
+            child = os.fork()
+            if child == 0:
+                return
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 71
+        def test_fails_in_the_child():
+            child = os.fork()
+            assert child != 0
+            os.waitpid(child, 0)
+        def test_after(): pass
+    """
+    for arguments in ((), ("-n", "0")):
+        ran = suite({"test_a.py": code}, *arguments)
+        assert ran.status == 0, ran.text
+        assert ran.outcomes == {"collected": 3, "passed": 3}, ran.text
+
+
+def test_an_interrupt_after_a_crash_stops_the_run(suite: Suite) -> None:
+    code = """
+        import os, signal, time
+        def test_crash(): os._exit(1)
+        def test_between(): pass
+        def test_interrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        def test_after(): pass
+    """
+    ran = suite({"test_a.py": code}, "-n", "1")
+    assert ran.status == int(pytest.ExitCode.INTERRUPTED), ran.text
+    assert "INTERNALERROR" not in ran.text
+    assert ran.outcomes["crashed"] == 1, ran.text
