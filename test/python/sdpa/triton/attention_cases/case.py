@@ -71,6 +71,11 @@ LARGE_EXTENTS = (
     *((1, 1), (5, 2), (2, 5), (64, 64), (128, 128), (129, 127), (100, 300), (300, 100)),
     *((257, 511), (1, 700), (16, 640), (384, 384)),
 )
+# Extents that one compiled kernel serves: more rows than the smaller tiles are for, and few.
+MANY_ROWS = tuple(
+    (rows, keys) for rows in (65, 127, 128, 129, 200, 257) for keys in (2, 63, 64, 65, 130, 333)
+)
+FEW_KEYS = (300, 321, 383, 384, 385, 450, 511, 512, 513, 640, 700, 999)
 
 
 def legal(case: Case) -> Case:
@@ -124,3 +129,14 @@ def at_extents(case: Case, extents: tuple[tuple[int, int], ...], seed: int) -> I
     """The case at several extents: the same compiled code, other lengths and values."""
     for number, (rows, keys) in enumerate(extents):
         yield replace(case, rows=rows, keys=keys, batch=1 + number % 3, seed=seed + number)
+
+
+def of_one_kernel(case: Case, number: int) -> Iterator[Case]:
+    """36 cases that differ in what does not change the code: every third has few queries."""
+    if number % 3:
+        extents = MANY_ROWS
+    else:
+        rows = (1, 4, 7)[number // 3 % 3]
+        extents = tuple((rows, keys) for keys in FEW_KEYS for _ in range(3))
+    for index, (rows, keys) in enumerate(extents):
+        yield replace(case, rows=rows, keys=keys, batch=3, seed=100 * number + index)
