@@ -83,6 +83,11 @@ def fusion_of(graph: DeclaredGraph) -> Fusion:
         for tensor in item.inputs.values():
             if tensor.is_pass_by_value:
                 scalars[tensor.uid] = tensor
+            elif tensor.uid in made and tensor.uid not in known:
+                raise NotSupportedError(
+                    f"tensor {tensor.label()} is made by {made[tensor.uid].title()} and read by "
+                    f"{item.title()}; of a norm the kernels pass on Y alone"
+                )
             elif tensor.uid not in known:
                 read[tensor.uid] = tensor
     if before:
