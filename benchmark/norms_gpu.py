@@ -9,37 +9,17 @@ benchmark/results/<device>/torch.csv. Host time a call is in launch_gpu.py.
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from results import Table
+from timing import Call, device_ms
 
 import tilewright as tw
 
 ROWS = 16384
 WIDTHS = (1024, 4096, 8192, 16384)
-ROUNDS = 30
-Call = Callable[[], Any]
-
-
-def device_ms(calls: dict[str, Call], clear: torch.Tensor) -> dict[str, float]:
-    """Median device milliseconds of each call, interleaved, with a cold L2."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            clear.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
@@ -55,7 +35,6 @@ def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
 
 
 def measure_bandwidth(table: Table) -> None:
-    clear = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     for width in WIDTHS:
         x = torch.randn(ROWS, width, device="cuda").bfloat16()
         w, b = (torch.randn(width, device="cuda").bfloat16() for _ in range(2))
@@ -75,10 +54,9 @@ def measure_bandwidth(table: Table) -> None:
                 "torch rms_norm": functools.partial(F.rms_norm, x, shape, w, 1e-6),
                 "tilewright layer_norm": layer_frame.launch,
                 "torch layer_norm": functools.partial(F.layer_norm, x, shape, w, b, 1e-6),
-            },
-            clear,
+            }
         )
-        times |= device_ms(backward_calls(x, w, b), clear)
+        times |= device_ms(backward_calls(x, w, b))
         for name, value in times.items():
             # Forward and copy read x and write y; backward reads x and dy and writes dx.
             moved = (3 if "backward" in name else 2) * x.numel() * x.element_size()
