@@ -29,8 +29,11 @@ class LeaveWorker:
 
     def end(self, test: str, reason: str) -> NoReturn:
         """Exit with no tear-down: it would run on what is broken."""
-        self._note.write_text(reason, encoding="utf-8")
-        os._exit(LEFT_ON_PURPOSE)
+        # A process with no file descriptor left, for one, cannot say why, but can go.
+        try:
+            self._note.write_text(reason, encoding="utf-8")
+        finally:
+            os._exit(LEFT_ON_PURPOSE)
 
 
 class StopRun:

@@ -233,3 +233,19 @@ def test_an_interrupt_after_a_crash_stops_the_run(suite: Suite) -> None:
     assert ran.status == int(pytest.ExitCode.INTERRUPTED), ran.text
     assert "INTERNALERROR" not in ran.text
     assert ran.outcomes["crashed"] == 1, ran.text
+
+
+def test_a_worker_that_can_open_no_file_is_replaced(suite: Suite) -> None:
+    code = """
+        import resource
+        def test_before(): pass
+        def test_uses_them_up():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+            [open("/dev/null") for _ in range(100)]
+        def test_after(): pass
+        def test_and_after(): pass
+    """
+    ran = suite({"test_a.py": code}, "-n", "2")
+    assert ran.status == FAILURES, ran.text
+    assert "INTERNALERROR" not in ran.text
+    assert ran.outcomes["collected"] == 4 and "without" not in ran.outcomes, ran.text
