@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class BitLayout:
+class BitLayout(NamedTuple):
     """How one element is stored.
 
     ``bits`` is the storage width; ``exponent_bits`` and ``mantissa_bits`` are zero for
