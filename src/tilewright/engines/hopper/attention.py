@@ -28,6 +28,7 @@ from tilewright.launch.prepared import Argument, Constant
 from tilewright.launch.tensor_maps import tensor_map
 
 _WARPGROUP_ROWS = 64
+_ITEM_BYTES = 2
 # Registers a thread at entry, by warpgroups of consumers: with the producer's four warps' worth
 # they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
 _ENTRY_REGISTERS = {2: 168, 3: 128}
@@ -65,15 +66,25 @@ class AttentionConfig:
 
 
 def padded(head_size: int) -> int:
-    """The head size that the products are made with; the copies fill up with zeros."""
+    """The width of V and O in shared memory; the copies fill up with zeros."""
     return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
+
+
+def padded_in_slabs(head_size: int) -> tuple[int, int]:
+    """(width of Q and K, slabs): 96 and 192 are three slabs of columns, others are one."""
+    for width in (96, 192):
+        if width * 2 // 3 < head_size <= width:
+            return width, 3
+    return padded(head_size), 1
 
 
 def choose_config(spec: AttentionSpec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
-    depth = padded(spec.depth)
+    depth, _ = padded_in_slabs(spec.depth)
     if depth == 64:
         return AttentionConfig(warpgroups=3)
+    if depth == 192:
+        return AttentionConfig(q_slots=1)
     if depth == 256:
         return AttentionConfig(block_n=64, q_slots=1)
     return AttentionConfig()
@@ -111,10 +122,10 @@ def plan_with(
     """The plan of one configuration."""
     slots = slot_numbers(graph)
     ports = spec.ports
-    depth, depth_v = padded(spec.depth), padded(spec.depth_v)
+    (depth, slabs), depth_v = padded_in_slabs(spec.depth), padded(spec.depth_v)
     widths = {
-        "q": (_WARPGROUP_ROWS, depth),
-        "k": (config.block_n, depth),
+        "q": (_WARPGROUP_ROWS, depth // slabs),
+        "k": (config.block_n, depth // slabs),
         "v": (config.block_n, depth_v),
         "O": (_WARPGROUP_ROWS, depth_v),
     }
@@ -123,7 +134,9 @@ def plan_with(
     values: dict[str, tuple[str, Argument]] = {}
     for port, width in widths.items():
         box = (1, 1, *width)
-        made = tensor_map(ports[port], slots[ports[port].uid], box)
+        # A row of a slab is swizzled as a whole, or in pieces of 128 bytes.
+        swizzle_bytes = min(128, width[1] * _ITEM_BYTES)
+        made = tensor_map(ports[port], slots[ports[port].uid], box, swizzle_bytes)
         values[f"{port.lower()}_map"] = (_map_type(ports[port], box), made)
     # Absent operands keep their place; q stands in, and the kernel does not look at it.
     for port in ("q", "k", "v", "O", "Stats"):
@@ -156,6 +169,7 @@ def plan_with(
             ("BLOCK_N", config.block_n),
             ("DEPTH", depth),
             ("DEPTH_V", depth_v),
+            ("SLABS", slabs),
             ("WARPGROUPS", config.warpgroups),
             ("STAGES", config.stages),
             ("Q_SLOTS", config.q_slots),

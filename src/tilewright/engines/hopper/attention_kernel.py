@@ -68,12 +68,18 @@ def produce(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
         q_full = memory.q_full.index(slot)
         mbarrier.expect(q_full, tiling.BLOCK_M * tiling.DEPTH * 2)
         for w in gl.static_range(tiling.WARPGROUPS):
-            tma.async_copy_global_to_shared(
-                q_map,
-                [batch_q, place.head, sequence.q_row + place.first + w * ROWS, 0],
-                q_full,
-                memory.q.index(slot * tiling.WARPGROUPS + w),
-            )
+            for s in gl.static_range(tiling.SLABS):
+                tma.async_copy_global_to_shared(
+                    q_map,
+                    [
+                        batch_q,
+                        place.head,
+                        sequence.q_row + place.first + w * ROWS,
+                        s * tiling.SLAB,
+                    ],
+                    q_full,
+                    memory.q.index((slot * tiling.WARPGROUPS + w) * tiling.Q_PITCH + s),
+                )
         for j in range(place.high - place.low):
             stage = block % tiling.STAGES
             column = (place.high - 1 - j) * tiling.BLOCK_N
@@ -81,12 +87,13 @@ def produce(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
                 barrier_wait(tiling.K_BARRIER + stage, tiling.RELEASE)
             k_full = memory.k_full.index(stage)
             mbarrier.expect(k_full, tiling.BLOCK_N * tiling.DEPTH * 2)
-            tma.async_copy_global_to_shared(
-                k_map,
-                [batch_kv, head_kv, sequence.k_row + column, 0],
-                k_full,
-                memory.k.index(stage),
-            )
+            for s in gl.static_range(tiling.SLABS):
+                tma.async_copy_global_to_shared(
+                    k_map,
+                    [batch_kv, head_kv, sequence.k_row + column, s * tiling.SLAB],
+                    k_full,
+                    memory.k.index(stage * tiling.SLABS + s),
+                )
             if block >= tiling.STAGES:
                 barrier_wait(tiling.V_BARRIER + stage, tiling.RELEASE)
             v_full = memory.v_full.index(stage)
@@ -120,8 +127,24 @@ def pass_turn(tiling, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def start_scores(q, q_first, stage, memory, tiling):
+    """Start Q K^T for a stage: ``q`` if it is one slab, else those from ``q_first`` on."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
+    )
+    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
+    k = memory.k.index(stage * tiling.SLABS).permute((1, 0))
+    scores = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    for s in gl.static_range(1, tiling.SLABS):
+        k = memory.k.index(stage * tiling.SLABS + s).permute((1, 0))
+        scores = warpgroup_mma(memory.q.index(q_first + s), k, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
 def next_block(
     q,
+    q_first,
     p,
     acc,
     top,
@@ -138,18 +161,12 @@ def next_block(
     WARPGROUP: gl.constexpr,
 ):
     """Scores of block ``block + 1`` beside the second product of ``block``."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
     before = block % tiling.STAGES
     stage = (block + 1) % tiling.STAGES
     phase = ((block + 1) // tiling.STAGES) & 1
-    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     mbarrier.wait(memory.k_full.index(stage), phase)
     take_turn(tiling, WARPGROUP)
-    scores = warpgroup_mma(
-        q, memory.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    scores = start_scores(q, q_first, stage, memory, tiling)
     acc_after = warpgroup_mma(p, memory.v.index(before), acc, is_async=True)
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -172,7 +189,7 @@ def leave(out, q, o_map, place, first, sequence, problem, tiling, features):
     """O of a tile, through the memory of its Q; the end of a packed sequence row by row."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tiling.DEPTH_V], q.dtype)
     room = q
-    if tiling.DEPTH_V != tiling.DEPTH:
+    if tiling.DEPTH_V != tiling.SLAB:
         room = q._reinterpret(q.dtype, [ROWS, tiling.DEPTH_V], layout)
     out = out.to(q.dtype)
     if features.RAGGED_Q:
@@ -204,6 +221,7 @@ def leave(out, q, o_map, place, first, sequence, problem, tiling, features):
 @gluon.jit
 def whole_block(
     q,
+    q_first,
     acc,
     top,
     total,
@@ -220,18 +238,12 @@ def whole_block(
     WARPGROUP: gl.constexpr,
 ):
     """Both products of a block one after the other, softmax between them."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     stage = block % tiling.STAGES
     phase = (block // tiling.STAGES) & 1
-    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     mbarrier.wait(memory.k_full.index(stage), phase)
     take_turn(tiling, WARPGROUP)
-    scores = warpgroup_mma(
-        q, memory.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    scores = start_scores(q, q_first, stage, memory, tiling)
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
@@ -276,7 +288,8 @@ def consume_apart(
     for number in range(count):
         place, sequence = place_of(step, problem, tiling, features)
         first = place.first + WARPGROUP * ROWS
-        q = memory.q.index(WARPGROUP)
+        q_first: gl.constexpr = WARPGROUP * tiling.Q_PITCH
+        q = memory.q.index(q_first)
         mbarrier.wait(memory.q_full.index(0), number & 1)
         column = (place.high - 1) * BN
         free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
@@ -284,6 +297,7 @@ def consume_apart(
         acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
         acc, top, total = whole_block(
             q,
+            q_first,
             acc,
             top,
             0.0,
@@ -304,6 +318,7 @@ def consume_apart(
             for j in range(1, free):
                 acc, top, total = whole_block(
                     q,
+                    q_first,
                     acc,
                     top,
                     total,
@@ -323,6 +338,7 @@ def consume_apart(
         for _ in range(free, edge):
             acc, top, total = whole_block(
                 q,
+                q_first,
                 acc,
                 top,
                 total,
@@ -343,6 +359,7 @@ def consume_apart(
             for j in range(edge, n):
                 acc, top, total = whole_block(
                     q,
+                    q_first,
                     acc,
                     top,
                     total,
@@ -362,7 +379,17 @@ def consume_apart(
         out, shift, inverse = finish(acc, top, total, place, first, sequence, problem, features)
         if features.REPAIRS:
             out = repaired(
-                out, q, shift, inverse, place, first, sequence, problem, tiling, features
+                out,
+                memory.q,
+                q_first,
+                shift,
+                inverse,
+                place,
+                first,
+                sequence,
+                problem,
+                tiling,
+                features,
             )
         leave(out, q, o_map, place, first, sequence, problem, tiling, features)
         tma.store_wait(0)
@@ -417,17 +444,13 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
     if SLOTS == 2:
         some = count > 0
         mbarrier.wait(memory.q_full.index(0), 0, pred=some)
-        held = memory.q.index(WARPGROUP)
+        held = memory.q.index(WARPGROUP * tiling.Q_PITCH)
         if tiling.Q_REGISTERS:
             q_held = held.load(q_layout)
         mbarrier.wait(memory.k_full.index(0), 0, pred=some)
         take_turn(tiling, WARPGROUP)
-        token = warpgroup_mma(
-            q_held if tiling.Q_REGISTERS else held,
-            memory.k.index(0).permute((1, 0)),
-            zero,
-            use_acc=False,
-            is_async=True,
+        token = start_scores(
+            q_held if tiling.Q_REGISTERS else held, WARPGROUP * tiling.Q_PITCH, 0, memory, tiling
         )
         pass_turn(tiling, WARPGROUP)
         scores = warpgroup_mma_wait(0, deps=(token,))
@@ -438,7 +461,8 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
     for number in range(count):
         first = place.first + WARPGROUP * ROWS
         slot = number % SLOTS
-        q_slot = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP)
+        q_first = (slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
+        q_slot = memory.q.index(q_first)
         if tiling.Q_REGISTERS:
             q = q_held
         else:
@@ -450,9 +474,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             mbarrier.wait(memory.q_full.index(slot), number & 1)
             mbarrier.wait(memory.k_full.index(stage), phase)
             take_turn(tiling, WARPGROUP)
-            token = warpgroup_mma(
-                q, memory.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            token = start_scores(q, q_first, stage, memory, tiling)
             pass_turn(tiling, WARPGROUP)
             scores = warpgroup_mma_wait(0, deps=(token,))
             barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
@@ -478,6 +500,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             for j in range(1, free):
                 p, acc, top, total = next_block(
                     q,
+                    q_first,
                     p,
                     acc,
                     top,
@@ -497,6 +520,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         for _ in range(free, edge):
             p, acc, top, total = next_block(
                 q,
+                q_first,
                 p,
                 acc,
                 top,
@@ -517,6 +541,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             for j in range(edge, n):
                 p, acc, top, total = next_block(
                     q,
+                    q_first,
                     p,
                     acc,
                     top,
@@ -540,17 +565,14 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             next_slot = (number + 1) % SLOTS
             stage = block % STAGES
             mbarrier.wait(memory.q_full.index(next_slot), ((number + 1) // SLOTS) & 1, pred=more)
-            held = memory.q.index(next_slot * tiling.WARPGROUPS + WARPGROUP)
+            next_first = (next_slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
+            held = memory.q.index(next_first)
             if tiling.Q_REGISTERS:
                 q_held = held.load(q_layout)
             mbarrier.wait(memory.k_full.index(stage), (block // STAGES) & 1, pred=more)
             take_turn(tiling, WARPGROUP)
-            token = warpgroup_mma(
-                q_held if tiling.Q_REGISTERS else held,
-                memory.k.index(stage).permute((1, 0)),
-                zero,
-                use_acc=False,
-                is_async=True,
+            token = start_scores(
+                q_held if tiling.Q_REGISTERS else held, next_first, stage, memory, tiling
             )
             acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
             pass_turn(tiling, WARPGROUP)
@@ -569,7 +591,17 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         out, shift, inverse = finish(acc, top, total, place, first, sequence, problem, features)
         if features.REPAIRS:
             out = repaired(
-                out, q_slot, shift, inverse, place, first, sequence, problem, tiling, features
+                out,
+                memory.q,
+                q_first,
+                shift,
+                inverse,
+                place,
+                first,
+                sequence,
+                problem,
+                tiling,
+                features,
             )
         leave(out, q_slot, o_map, place, first, sequence, problem, tiling, features)
         if SLOTS == 1:
@@ -666,6 +698,7 @@ def attention_forward(
     BLOCK_N: gl.constexpr,
     DEPTH: gl.constexpr,
     DEPTH_V: gl.constexpr,
+    SLABS: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
@@ -693,6 +726,7 @@ def attention_forward(
         BLOCK_N,
         DEPTH,
         DEPTH_V,
+        SLABS,
         WARPGROUPS,
         STAGES,
         Q_SLOTS,
@@ -750,13 +784,15 @@ def attention_forward(
         lengths_kv_step,
     )
     kind: gl.constexpr = q_map.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], kind)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DEPTH], kind)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH // SLABS], kind)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DEPTH // SLABS], kind)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DEPTH_V], kind)
     one: gl.constexpr = mbarrier.MBarrierLayout()
     memory = Memory(
-        gl.allocate_shared_memory(kind, [Q_SLOTS * WARPGROUPS, ROWS, DEPTH], q_layout),
-        gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, DEPTH], k_layout),
+        gl.allocate_shared_memory(
+            kind, [Q_SLOTS * WARPGROUPS * tiling.Q_PITCH, ROWS, DEPTH // SLABS], q_layout
+        ),
+        gl.allocate_shared_memory(kind, [STAGES * SLABS, BLOCK_N, DEPTH // SLABS], k_layout),
         gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, DEPTH_V], v_layout),
         gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),

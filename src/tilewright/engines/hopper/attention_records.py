@@ -25,6 +25,7 @@ class Tiling:
     BLOCK_N: gl.constexpr
     DEPTH: gl.constexpr
     DEPTH_V: gl.constexpr
+    SLABS: gl.constexpr
     WARPGROUPS: gl.constexpr
     STAGES: gl.constexpr
     Q_SLOTS: gl.constexpr
@@ -34,7 +35,10 @@ class Tiling:
     Q_REGISTERS: gl.constexpr
     EMULATED: gl.constexpr
     BY_COST: gl.constexpr
-    # Derived: a tile's rows, the barriers' numbers, and the threads that meet at a release.
+    # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
+    # tile's rows; the barriers' numbers; and the threads that meet at a release.
+    SLAB: gl.constexpr
+    Q_PITCH: gl.constexpr
     BLOCK_M: gl.constexpr
     K_BARRIER: gl.constexpr
     V_BARRIER: gl.constexpr
@@ -47,6 +51,7 @@ class Tiling:
         BLOCK_N,
         DEPTH,
         DEPTH_V,
+        SLABS,
         WARPGROUPS,
         STAGES,
         Q_SLOTS,
@@ -60,6 +65,7 @@ class Tiling:
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.DEPTH = gl.constexpr(DEPTH)
         self.DEPTH_V = gl.constexpr(DEPTH_V)
+        self.SLABS = gl.constexpr(SLABS)
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.STAGES = gl.constexpr(STAGES)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
@@ -69,6 +75,8 @@ class Tiling:
         self.Q_REGISTERS = gl.constexpr(Q_REGISTERS)
         self.EMULATED = gl.constexpr(EMULATED)
         self.BY_COST = gl.constexpr(BY_COST)
+        self.SLAB = gl.constexpr(DEPTH // SLABS)
+        self.Q_PITCH = gl.constexpr(max(SLABS, DEPTH_V * SLABS // DEPTH))
         self.BLOCK_M = gl.constexpr(64 * WARPGROUPS)
         self.K_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS)
         self.V_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + STAGES)

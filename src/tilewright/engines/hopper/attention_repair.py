@@ -12,11 +12,9 @@ from triton.experimental.gluon import language as gl
 from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 
-_CHUNK = gl.constexpr(64)
-
 
 @gluon.jit
-def repaired(out, q, shift, inverse, place, first, sequence, problem, tiling, features):
+def repaired(out, q, q_first, shift, inverse, place, first, sequence, problem, tiling, features):
     """The tile, summed again if hidden values spoiled it."""
     # A row's sum is not finite if an element is not.
     sums = gl.sum(out, 1)
@@ -27,6 +25,7 @@ def repaired(out, q, shift, inverse, place, first, sequence, problem, tiling, fe
             out = summed_again(
                 out,
                 q,
+                q_first,
                 shift,
                 inverse,
                 low,
@@ -69,24 +68,27 @@ def hides_infinities(first, low, high, place, sequence, problem, tiling, feature
 
 @gluon.jit
 def summed_again(
-    out, q, shift, inverse, low, high, place, first, sequence, problem, tiling, features
+    out, q, q_first, shift, inverse, low, high, place, first, sequence, problem, tiling, features
 ):
     """The tile key by key: sum over j of 2^(c q.k_j - shift) v_j over the keys that a row sees."""
     layout: gl.constexpr = out.type.layout
+    # Columns of Q that are multiplied at a time.
+    CHUNK: gl.constexpr = tiling.SLAB if tiling.SLAB < 64 else 64
     chunk_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _CHUNK, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16]
     )
     again = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, layout)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    parts = gl.arange(0, _CHUNK, gl.SliceLayout(0, chunk_layout))
+    parts = gl.arange(0, CHUNK, gl.SliceLayout(0, chunk_layout))
     head = place.head // problem.group
     for key in range(low, high):
         score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, chunk_layout))
         at = problem.k.pointer + element(
             problem.k, place.batch, head, key + sequence.k_row, features.RAGGED_KV
         )
-        for start in gl.static_range(0, tiling.DEPTH, _CHUNK):
-            part = q.slice(start, _CHUNK, 1).load(chunk_layout).to(gl.float32)
+        for start in gl.static_range(0, tiling.DEPTH, CHUNK):
+            slab = q.index(q_first + start // tiling.SLAB)
+            part = slab.slice(start % tiling.SLAB, CHUNK, 1).load(chunk_layout).to(gl.float32)
             k = gl.load(at + start + parts, mask=start + parts < problem.depth, other=0.0)
             score += gl.sum(part * k.to(gl.float32)[None, :], 1)
         score = gl.convert_layout(score, gl.SliceLayout(1, layout))
