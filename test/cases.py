@@ -27,6 +27,9 @@ CHAINS = f"{P}/pointwise/triton/test_triton_pointwise"
 TRITON = f"{P}/norm/triton"
 ATTENTION = f"{P}/sdpa/triton/test_triton_attention.py"
 ATTENTION_PAIRS = f"{P}/sdpa/triton/test_triton_attention_pairs.py"
+HOPPER = f"{P}/sdpa/hopper/test_hopper_attention"
+HOPPER_SEQUENCES = f"{P}/sdpa/hopper/test_hopper_sequences_on_gpu.py"
+MAPS = f"{P}/core/launch/test_tensor_maps.py"
 ATTENTION_BACKWARD = f"{P}/sdpa/triton/test_triton_attention_backward"
 ATTENTION_ON_GPU = f"{P}/sdpa/triton/test_triton_attention_on_gpu.py"
 ON_GPU = f"{P}/norm/triton/test_triton_norms_on_gpu.py"
@@ -234,6 +237,8 @@ CASES: tuple[Case, ...] = (
             f"{ON_GPU}::test_row_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_ON_GPU}::test_a_page_far_away_is_found",
+            f"{MAPS}::test_the_driver_is_told_the_innermost_axis_first_and_wide_steps_whole",
+            f"{HOPPER}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
             f"{TRITON}/test_triton_norm_layouts_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
             f"{ROPE}.py::test_strides_beyond_32_bits",
@@ -250,7 +255,10 @@ CASES: tuple[Case, ...] = (
     Case(
         "B3",
         "a singleton axis may have any stride",
-        (f"{BINDER}::test_a_singleton_axis_may_have_any_stride",),
+        (
+            f"{BINDER}::test_a_singleton_axis_may_have_any_stride",
+            f"{HOPPER}.py::test_a_stride_that_is_never_stepped_does_not_count",
+        ),
     ),
     Case(
         "B4",
@@ -321,6 +329,7 @@ CASES: tuple[Case, ...] = (
             f"{FAMILIES}::test_several_streams_at_once",
             f"{ON_GPU}::test_concurrent_frames_on_several_streams",
             f"{ATTENTION_ON_GPU}::test_concurrent_frames_on_several_streams",
+            f"{HOPPER}_on_gpu.py::test_concurrent_frames_on_several_streams",
         ),
     ),
     Case(
@@ -332,6 +341,8 @@ CASES: tuple[Case, ...] = (
             f"{ON_GPU}::test_replay_reads_buffers_as_they_are",
             f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_replay_reads_operands_as_they_are",
+            f"{HOPPER}_on_gpu.py::test_replay_reads_buffers_as_they_are_and_rebinding_uses_others",
+            f"{HOPPER_SEQUENCES}::test_lengths_are_read_at_each_launch",
             f"{BINDER}::test_frames_are_bound_once_and_read_buffers_as_they_are",
         ),
     ),
@@ -348,6 +359,16 @@ CASES: tuple[Case, ...] = (
             f"{ATTENTION}::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
             f"{ROPE}.py::test_every_kernel_compiles_for_four_targets_without_approximations",
             f"{CHAINS}.py::test_generated_kernels_compile_for_four_targets",
+        ),
+    ),
+    Case(
+        "B20",
+        "alignment of tensor maps: batch strides, axes never stepped, each operand's width",
+        (
+            f"{MAPS}::test_what_no_map_describes",
+            f"{MAPS}::test_alignment_counts_the_batch_stride_only_where_it_is_stepped",
+            f"{MAPS}::test_an_address_that_no_map_takes_is_refused_before_the_driver",
+            f"{HOPPER}.py::test_a_decline_names_the_tensor_and_the_rule",
         ),
     ),
     Case(
@@ -397,6 +418,10 @@ CASES: tuple[Case, ...] = (
             ATTENTION,
             ATTENTION_PAIRS,
             f"{P}/sdpa/aten/test_attention_finite_differences.py",
+            f"{HOPPER}_on_gpu.py::test_every_band_at_every_extent",
+            f"{HOPPER}_on_gpu.py::test_head_sizes_between_the_kernels",
+            f"{HOPPER}_on_gpu.py::test_sinks_join_the_denominator",
+            f"{HOPPER}_on_gpu.py::test_what_a_hidden_key_or_value_holds_reaches_no_row",
             f"{ATTENTION_BACKWARD}.py",
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_every_pair_of_features",
         ),
@@ -408,6 +433,7 @@ CASES: tuple[Case, ...] = (
             f"{SDPA}::test_packed_sequences_equal_a_reference_each",
             f"{SDPA}::test_origins_and_holes_of_packed_sequences",
             f"{SEQUENCES}::test_ragged_backward",
+            f"{HOPPER_SEQUENCES}::test_sequences_of_their_own_lengths",
             ATTENTION_PAIRS,
         ),
     ),
