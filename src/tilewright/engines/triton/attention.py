@@ -53,7 +53,7 @@ def attention_forward(
     q, k, v, k_map, v_map, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
     len_q, len_kv, k_table, v_table,
     q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-    scale, cap_inner, cap_outer, drop_scale, seed, offset,
+    scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3, drop_scale, seed, offset,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
@@ -80,7 +80,7 @@ def attention_forward(
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr,
+    ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
     IS_AHEAD: tl.constexpr, BATCH_BLOCK: tl.constexpr,
@@ -171,6 +171,15 @@ def attention_forward(
             inner = scalar_value(cap_inner).to(tl.float32)
         if cap_outer is not None:
             outer = scalar_value(cap_outer).to(tl.float32)
+    number_0, number_1, number_2, number_3 = None, None, None, None
+    if given_0 is not None:
+        number_0 = scalar_value(given_0).to(tl.float32)
+    if given_1 is not None:
+        number_1 = scalar_value(given_1).to(tl.float32)
+    if given_2 is not None:
+        number_2 = scalar_value(given_2).to(tl.float32)
+    if given_3 is not None:
+        number_3 = scalar_value(given_3).to(tl.float32)
     factor = scalar_value(scale).to(tl.float32)
     if FOLDS_SCALE:
         factor = factor * LOG2_E
@@ -217,11 +226,12 @@ def attention_forward(
                 acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
                 k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
                 start, stop, first_row, row[:, None], count_kv, shift, left, right, factor,
-                inner, outer, bias_at, bias_col, slope, line, keys, seed_value, offset_value,
+                inner, outer, number_0, number_1, number_2, number_3, batch, head,
+                bias_at, bias_col, slope, line, keys, seed_value, offset_value,
                 drop_at, drop_col, mask_at, mask_row, mask_col, in_rows[:, None],
                 D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
                 is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
-                CAP_DIVIDES, has_block_mask, has_philox, THRESHOLD, has_drop_mask,
+                CAP_DIVIDES, SCORE_PROGRAM, has_block_mask, has_philox, THRESHOLD, has_drop_mask,
                 FOLDS_SCALE, part != 1,
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ from tilewright.engines.compiled.planned import (
     pointer_type,
 )
 from tilewright.engines.triton.attention_config import pieces
+from tilewright.engines.triton.attention_score_mod import MAX_GIVEN, score_function
 from tilewright.engines.triton.attention_spec import AttentionSpec, Length, alibi_split
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
@@ -201,6 +202,11 @@ def add_forward_operands(
     cap = spec.soft_cap
     arguments.scalar("cap_inner", None if cap is None else cap.inner, "fp32")
     arguments.scalar("cap_outer", None if cap is None else cap.outer, "fp32")
+    program = spec.score_program
+    given = () if program is None else program.external_inputs()
+    for number in range(MAX_GIVEN):
+        tensor = given[number] if number < len(given) else None
+        arguments.scalar(f"given_{number}", tensor, "fp32")
     arguments.scalar("drop_scale", ports.get("dropout_scale"), "fp32")
     arguments.scalar("seed", ports.get("dropout_seed"), "i64")
     arguments.scalar("offset", ports.get("dropout_offset"), "i64")
@@ -235,6 +241,7 @@ def add_forward_operands(
         BOTTOM_RIGHT=spec.bottom_right,
         ALIBI_SPLIT=alibi_split(spec.heads_q) if spec.alibi else 0,
         CAP_DIVIDES=None if cap is None else cap.divides,
+        SCORE_PROGRAM=None if program is None else score_function(spec.title, program),
         THRESHOLD=int(probability * 2.0**32),
         KEEP_SCALE=1.0 / (1.0 - probability),
         # Only a positive factor may be taken out of the maximum.

@@ -21,7 +21,11 @@ from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
 from tilewright.engines.triton.attention_config import ForwardConfig, pieces, power_of_two
-from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
+from tilewright.engines.triton.attention_loop import (
+    attend,
+    load_piece,
+    scalar_value,
+)
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, row_offsets, store_rows
 from tilewright.engines.triton.attention_spec import AttentionSpec
@@ -63,7 +67,7 @@ def attention_decode(
     q, k, v, o, stats, smax, ssum, bias, sink, part_acc, part_total, part_top,
     len_q, len_kv, k_table, v_table,
     q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-    scale, cap_inner, cap_outer,
+    scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
@@ -89,7 +93,7 @@ def attention_decode(
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr,
+    ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
@@ -166,6 +170,15 @@ def attention_decode(
             inner = scalar_value(cap_inner).to(tl.float32)
         if cap_outer is not None:
             outer = scalar_value(cap_outer).to(tl.float32)
+    number_0, number_1, number_2, number_3 = None, None, None, None
+    if given_0 is not None:
+        number_0 = scalar_value(given_0).to(tl.float32)
+    if given_1 is not None:
+        number_1 = scalar_value(given_1).to(tl.float32)
+    if given_2 is not None:
+        number_2 = scalar_value(given_2).to(tl.float32)
+    if given_3 is not None:
+        number_3 = scalar_value(given_3).to(tl.float32)
     factor = scalar_value(scale).to(tl.float32)
     if FOLDS_SCALE:
         factor = factor * LOG2_E
@@ -202,11 +215,12 @@ def attention_decode(
                 acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
                 k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
                 start, stop, 0, row[:, None], count_kv, shift, left, right, factor,
-                inner, outer, bias_at, bias_col, slope, None, keys, None, None,
+                inner, outer, number_0, number_1, number_2, number_3, batch, head[:, None],
+                bias_at, bias_col, slope, None, keys, None, None,
                 None, 0, None, 0, 0, in_rows[:, None],
                 D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
                 is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
-                CAP_DIVIDES, False, False, 0, False, FOLDS_SCALE, part != 1,
+                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, part != 1,
             )  # fmt: skip
 
     if is_split:

@@ -153,6 +153,12 @@ def attend(
     scale,
     cap_inner,
     cap_outer,
+    given_0,
+    given_1,
+    given_2,
+    given_3,
+    batch,
+    head,
     bias_at,
     bias_col,
     slope,
@@ -183,6 +189,7 @@ def attend(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     CAP_DIVIDES: tl.constexpr,
+    SCORE_PROGRAM: tl.constexpr,
     HAS_BLOCK_MASK: tl.constexpr,
     HAS_PHILOX: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -196,7 +203,8 @@ def attend(
     every key of the range is seen by every row, as far as lengths and the band go. ``scale`` is in
     base 2 if FOLDS_SCALE. ``start`` is a multiple of BLOCK_N.
     """
-    changes: tl.constexpr = HAS_BIAS or HAS_ALIBI or HAS_SOFT_CAP
+    has_program: tl.constexpr = SCORE_PROGRAM is not None
+    changes: tl.constexpr = HAS_BIAS or HAS_ALIBI or HAS_SOFT_CAP or has_program
     # Rows of one tile may see different keys, or none at all.
     hides: tl.constexpr = HAS_BIAS or (IS_MASKED and (HAS_LEFT or HAS_RIGHT))
     within = tl.arange(0, BLOCK_N)
@@ -227,6 +235,10 @@ def attend(
             column = col[None, :]
             if not FOLDS_SCALE:
                 score = score * scale
+            if has_program:
+                score = SCORE_PROGRAM(
+                    score, row, column, batch, head, given_0, given_1, given_2, given_3
+                )
             if changes:
                 inside = in_rows & in_keys[None, :]
                 score = changed_scores(

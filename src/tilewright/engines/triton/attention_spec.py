@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.dtypes import DataType
+from tilewright.engines.triton.attention_score_mod import score_text
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.operation import Operation
+from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
 
 MAX_HEAD_SIZE = 256
@@ -50,7 +52,8 @@ class AttentionSpec:
     left out. Extents: q (batch, heads_q, rows, depth), k (.., heads_kv, keys, depth), v
     (.., depth_v); ``group`` query heads share a key head. ``left`` hides col <= row - left,
     ``right`` hides col > row + right, rows counted from the aligned diagonal; None hides nothing,
-    and a bound that hides nothing at these extents is None. ``scale`` is None where port
+    and a bound that hides nothing at these extents is None. ``score_program`` is a score program
+    that is no soft cap, in a forward operation. ``scale`` is None where port
     "attn_scale" has it. ``total_q`` and ``total_kv`` bound the sums of lengths, if declared.
     """
 
@@ -71,6 +74,7 @@ class AttentionSpec:
     bottom_right: bool
     alibi: bool
     soft_cap: SoftCap | None
+    score_program: ScoreProgram | None
     drop_probability: float
     len_q: Length | None
     len_kv: Length | None
@@ -121,7 +125,8 @@ class AttentionSpec:
     @property
     def changes_scores(self) -> bool:
         """True if more than the scale acts on visible scores."""
-        return self.has_bias or self.alibi or self.soft_cap is not None
+        changes = self.has_bias or self.alibi or self.soft_cap is not None
+        return changes or self.score_program is not None
 
     @property
     def hides_values(self) -> bool:
@@ -137,6 +142,7 @@ class AttentionSpec:
             "sink": self.has_sink,
             "alibi": self.alibi,
             "soft_cap": self.soft_cap is not None,
+            "score_mod": self.score_program is not None,
             "dropout": self.has_philox or self.has_drop_mask,
             "left": self.left is not None,
             "right": self.right is not None,
@@ -177,6 +183,16 @@ def read_spec(operation: Operation) -> AttentionSpec:
     # How far a row's diagonal may be moved, either way.
     reach = rows + keys
     left, right = op.left_bound, op.right_bound
+    soft_cap = score_program = None
+    if op.score_mod is not None:
+        try:
+            soft_cap = _soft_cap(title, op.score_mod)
+        except NotSupportedError:
+            # The backward has the slope of soft caps alone.
+            if op.kind != "sdpa":
+                raise
+            score_text(title, op.score_mod)
+            score_program = op.score_mod
     scale = 1.0 if op.attn_scale is None else float(op.attn_scale)
     return AttentionSpec(
         title=title,
@@ -195,7 +211,8 @@ def read_spec(operation: Operation) -> AttentionSpec:
         right=None if right is None or right > reach else right,
         bottom_right=bottom_right,
         alibi=op.use_alibi_mask,
-        soft_cap=None if op.score_mod is None else _soft_cap(title, op.score_mod),
+        soft_cap=soft_cap,
+        score_program=score_program,
         drop_probability=op.dropout_probability or 0.0,
         len_q=len_q,
         len_kv=len_kv,

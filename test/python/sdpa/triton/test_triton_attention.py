@@ -67,6 +67,10 @@ FOUND = [
     Case(rows=1, keys=128, lengths="lengths", values="hidden_nan", batch=3),
     Case(rows=8, keys=8, bias="hiding", sizes=(8, 8), stats="natural"),
     Case(rows=8, keys=13, place="paged_1", stats="natural", heads=(4, 2)),
+    # Score programs that are no soft cap.
+    Case(rows=33, keys=40, soft_cap="relu", stats="natural", bias="full"),
+    Case(rows=20, keys=70, soft_cap="index", band="causal", heads=(4, 2)),
+    Case(rows=3, keys=300, soft_cap="index", heads=(4, 2), batch=1),
 ]
 
 
@@ -136,14 +140,16 @@ def test_a_decline_names_the_tensor_and_the_rule(levels: dict[str, Any], reason:
     assert declared.graph.selected_engine == "aten" and reason in verdict.reason
 
 
-def test_a_score_program_that_is_no_soft_cap_is_declined_by_name() -> None:
+def test_a_score_program_that_reads_a_whole_tensor_is_declined_by_name() -> None:
     graph = tw.Graph(io_data_type="float16", handle=tw.create_handle(DEVICE))
     q, k, v = (graph.tensor((1, 1, 4, 16)) for _ in range(3))
-    o, _ = graph.sdpa(q, k, v, is_inference=True, score_mod=lambda g, score: g.relu(score))
+    table = graph.tensor((1, 1, 4, 4), data_type="float32", name="table")
+    program = {"score_mod": lambda g, score: g.mul(score, table)}
+    o, _ = graph.sdpa(q, k, v, is_inference=True, **program)
     o.set_output(True)
     graph.build()
     verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
-    assert "score_mod has relu" in verdict.reason
+    assert "score_mod reads tensor 'table'" in verdict.reason
 
 
 COMPILE = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pair_of_features(number: int, record_property: Any) -> None:
     case: Case = CASES[number]
+    if number % 8 == 0:
+        case = replace(case, soft_cap="relu" if number % 16 else "index")
     ran = 0
     for drawn in of_one_kernel(case, number):
         try:
