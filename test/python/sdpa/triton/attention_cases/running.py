@@ -341,6 +341,16 @@ def _band(case: Case) -> dict[str, Any]:
 
 def _soft_cap(kind: str) -> Any:
     def score_mod(graph: Any, score: Any) -> Any:
+        if kind == "relu":
+            # A soft cap no more: squared, cut and shifted.
+            cut = graph.relu(score, upper_clip=2.0)
+            return graph.sub(graph.mul(cut, cut), graph.tensor_scalar(0.5))
+        if kind == "index":
+            # Keys far to the right count less, later heads more.
+            row, col = graph.gen_index(score, 2), graph.gen_index(score, 3)
+            is_far = graph.cmp_gt(col, graph.add(row, graph.tensor_scalar(4.0)))
+            near = graph.add(score, graph.gen_index(score, 1))
+            return graph.binary_select(graph.mul(score, graph.tensor_scalar(0.3)), near, is_far)
         if kind == "bare":
             return graph.tanh(score)
         cap = graph.tensor_scalar(3.0)
