@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import random
@@ -144,15 +145,13 @@ def test_a_missing_operand_is_never_filled_in(
     fake_driver: Any, build: Any, make_kernel: Any
 ) -> None:
     # A default dictionary would hand one out.
-    import collections
-
     graph = norm_graph()
     built = build(graph, norm_plan(make_kernel, graph))
     pack = operands()
     built.execute(pack)
     del pack["scale"]
     padded = collections.defaultdict(lambda: torch.zeros(1, WIDTH), {**pack, "other": 3})
-    for lacking in (pack, padded):
+    for lacking in (padded, pack):
         with pytest.raises(tw.BindingError, match=r"'scale'.*no buffer"):
             built.execute(lacking)
 
@@ -383,6 +382,7 @@ def test_work_goes_to_the_operands_device_and_its_stream(
             with pytest.raises(tw.LaunchError):
                 run(pack, None, None)
             assert fake_driver.device == current and fake_driver.take() == []
+    fake_driver.device = 1
     with pytest.raises(tw.BindingError, match="on cpu; expected cuda:1"):
         built.execute(operands())
     with pytest.raises(tw.BindingError, match="on cuda:0; expected cuda:1"):
