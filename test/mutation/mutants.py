@@ -143,6 +143,19 @@ def statement_lines(code: str, line: int) -> tuple[set[int], bool]:
     return (best[1], best[2]) if best else ({line}, True)
 
 
+def _uses(code: str, line: int) -> set[int]:
+    """The lines on which the name that the module's statement at ``line`` gives is used."""
+    tree = ast.parse(code)
+    given: set[str] = set()
+    for statement in tree.body:
+        if statement.lineno <= line <= (statement.end_lineno or 0):
+            targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+            given = {target.id for target in targets if isinstance(target, ast.Name)}
+    return {
+        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in given
+    }
+
+
 def _decorators(node: ast.AST) -> list[ast.expr]:
     return getattr(node, "decorator_list", [])
 
@@ -159,15 +172,21 @@ class Chooser:
                 self._runs.setdefault(name, []).append((test, record["seconds"], set(lines)))
 
     def choose(self, name: str, own: str, code: str, line: int) -> list[str]:
-        """Tests that run the statement at ``line``, own ones first, then by time."""
+        """Tests that run the statement at ``line``, own ones first, then by time.
+
+        Of a statement that runs at import they are those that run what it holds (lambdas), or
+        the statements that use the name it gives; others that run the file come after them.
+        """
         lines, at_import = statement_lines(code, line)
-        found = [
-            (not test.startswith(own), seconds, test)
-            for test, seconds, run in self._runs.get(name, [])
-            if at_import or not lines.isdisjoint(run)
-        ]
+        if at_import:
+            lines |= _uses(code, line)
+        found = []
+        for test, seconds, run in self._runs.get(name, []):
+            meets = not lines.isdisjoint(run)
+            if meets or at_import:
+                found.append((not meets, not test.startswith(own), seconds, test))
         chosen, total = [], 0.0
-        for _, seconds, test in sorted(found):
+        for *_, seconds, test in sorted(found):
             total += seconds
             if total > TESTS_SECONDS:
                 break

@@ -153,7 +153,10 @@ def test_addresses_are_multiples_of_the_alignment(as_pointer: bool) -> None:
             with pytest.raises(tw.BindingError, match="not a multiple of 32 bytes"):
                 bound([entry], given)
         else:
-            assert bound([entry], given).starts == [buffer.data_ptr()]
+            found = bound([entry], given)
+            assert found.starts == [buffer.data_ptr()]
+            assert found.views[0].shape == (4,)
+            assert found.views[0].data_ptr() == buffer.data_ptr()
     # No byte is touched of nothing, so its address does not matter.
     bound([slot((0,), alignment=32)], memory[offset + 1 : offset + 1])
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tilewright
 from tilewright.dtypes import DataType
 from tilewright.engines.aten import attention_fused, attention_fused_padded
 from tilewright.engines.aten.attention_blocks import Block
 from tilewright.engines.aten.attention_score_mod import BoundProgram, _compile, _index, _sliced
-from tilewright.engines.aten.attention_spec import AttentionSpec
+from tilewright.engines.aten.attention_spec import AttentionSpec, read_spec
 from tilewright.errors import NotSupportedError
 
 pytestmark = pytest.mark.L0
@@ -274,3 +275,87 @@ def test_a_score_program_of_one_sequence_reads_its_own_tensors():
     assert torch.equal(found[0], tensors[0][2:3])
     # What has no axis of sequences is read by all.
     assert all(found[key] is tensors[key] for key in range(1, 5))
+
+
+def graph_of(kind, operands, **options):
+    graph = tilewright.Graph(io_data_type=torch.float32)
+    tensors = {port: graph.tensor_like(buffer) for port, buffer in operands.items()}
+    getattr(graph, kind)(**tensors, attn_scale=0.3, **options)
+    op = graph.operations[-1]
+    for record in op.outputs.values():
+        record.set_output(True)
+    graph.validate()
+    return op
+
+
+def attempt_of(kind, operands, **options):
+    """What ATen's function left, or None if it left the call to the composition."""
+    op = graph_of(kind, operands, **options)
+    padded = "seq_len_q" in operands
+    module = attention_fused_padded if padded else attention_fused
+    way = "backward" if "backward" in kind else "forward"
+    attempt = getattr(module, f"{'padded' if padded else 'fused'}_{way}")(op, read_spec(op), CPU)
+    assert attempt is not None
+    found = {port: torch.full(record.dim, 9.0) for port, record in op.outputs.items()}
+    served = attempt(operands, found)
+    assert served in (True, False)
+    if not served:
+        # Nothing is written before it is known.
+        assert all((value == 9.0).all() for value in found.values())
+    return found if served else None
+
+
+def operands_of(seed=1, keys=7, bias=None, lengths=False):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn((2, 4, 5, 8), generator=generator)
+    k, v = (torch.randn((2, 2, keys, 8), generator=generator) for _ in range(2))
+    given = {"q": q, "k": k, "v": v}
+    if bias is not None:
+        given["bias"] = torch.full((2, 4, 5, keys), bias)
+    if lengths:
+        given["seq_len_q"] = torch.tensor([5, 3], dtype=torch.int32).view(2, 1, 1, 1)
+        given["seq_len_kv"] = torch.tensor([6, keys], dtype=torch.int32).view(2, 1, 1, 1)
+    return given
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [None, 0.0, -50.0, 50.0])
+def test_finite_calls_are_served_whatever_the_sign_of_their_sums(lengths, causal, bias):
+    options = {"use_causal_mask": causal, "use_padding_mask": lengths}
+    given = operands_of(bias=bias, lengths=lengths)
+    found = attempt_of("sdpa", given, generate_stats=True, **options)
+    assert found is not None
+    finite = found["Stats"][found["Stats"].isfinite()]
+    assert finite.numel() and (bias is None or bias == 0.0 or ((finite > 0) == (bias > 0)).all())
+    given |= {"o": found["O"], "stats": found["Stats"], "dO": torch.ones(2, 4, 5, 8)}
+    assert attempt_of("sdpa_backward", given, **options) is not None
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_rows_that_a_bias_hides_are_left_to_the_composition(lengths):
+    options = {"use_padding_mask": lengths}
+    given = operands_of(bias=0.0, lengths=lengths)
+    found = attempt_of("sdpa", given, generate_stats=True, **options)
+    given["bias"][1, 2, 1] = -math.inf
+    assert attempt_of("sdpa", given, generate_stats=True, **options) is None
+    stats = found["Stats"].clone()
+    stats[1, 2, 1] = -math.inf
+    given |= {"o": found["O"], "stats": stats, "dO": torch.ones(2, 4, 5, 8)}
+    assert attempt_of("sdpa_backward", given, **options) is None
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_results_that_are_no_numbers_are_made_again_where_values_may_be_hidden(
+    lengths, causal, bad
+):
+    options = {"use_causal_mask": causal, "use_padding_mask": lengths}
+    given = operands_of(lengths=lengths)
+    found = attempt_of("sdpa", given, generate_stats=True, **options)
+    saved = {"o": found["O"], "stats": found["Stats"], "dO": torch.ones(2, 4, 5, 8)}
+    given["v"][0, 1, 2, 3] = bad
+    hides = causal or lengths
+    assert (attempt_of("sdpa", given, generate_stats=True, **options) is None) is hides
+    assert (attempt_of("sdpa_backward", given | saved, **options) is None) is hides

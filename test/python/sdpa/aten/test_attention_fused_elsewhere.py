@@ -90,6 +90,8 @@ def test_what_is_served():
     assert serves(keys=9) and serves(right=0)
     assert not serves(right=0, keys=9) and not serves(right=0, keys=3)
     assert not serves(right=1) and not serves(left=2) and not serves(left=2, right=0)
+    for device in ("xpu", "meta"):
+        assert attention_fused.fused_forward(operation(), PLAIN, torch.device(device)) is None
 
 
 def stand_in(q, k, v, probability, causal, return_mask, scale):
@@ -111,8 +113,8 @@ def stand_in(q, k, v, probability, causal, return_mask, scale):
 @pytest.mark.parametrize("heads_kv", [4, 2, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("stats", [None, False, True], ids=["no_stats", "natural", "log2"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_results(monkeypatch, heads_kv, causal, stats, turned):
+@pytest.mark.parametrize("layout", ["packed", "turned", "expanded"])
+def test_results(monkeypatch, heads_kv, causal, stats, layout):
     monkeypatch.setattr(attention_fused, "_flash_cuda", stand_in)
     outputs = ("O",) if stats is None else ("O", "Stats")
     changes = {"right": 0 if causal else None, "stats_log2": bool(stats), "heads_kv": heads_kv}
@@ -120,8 +122,10 @@ def test_results(monkeypatch, heads_kv, causal, stats, turned):
     generator = torch.Generator().manual_seed(1)
     q = torch.randn((2, 4, 6, 8), generator=generator).half()
     k, v = (torch.randn((2, heads_kv, 6, 8), generator=generator).half() for _ in range(2))
-    if turned:
+    if layout == "turned":
         q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v))
+    elif layout == "expanded":
+        q, k, v = (x[..., :1].expand(x.shape) for x in (q, k, v))
     found = {port: torch.full((2, 4, 6, 8 if port == "O" else 1), 9.0) for port in outputs}
     assert attempt({"q": q, "k": k, "v": v}, found) is True
     packed = (x.contiguous() for x in (q, k, v))
