@@ -17,7 +17,7 @@ from tilewright.testing import detectors
 from tilewright.testing.detectors.allocation import ALLOCATION, FilledAllocations
 from tilewright.testing.detectors.artifacts import ARTIFACTS
 from tilewright.testing.detectors.frames import FRAMES
-from tilewright.testing.detectors.guards import NAN_PATTERN
+from tilewright.testing.detectors.guards import NAN_PATTERN, differing
 from tilewright.testing.detectors.refusal import UNTOUCHED
 from tilewright.testing.detectors.subject import Subject, Tensors
 from tilewright.testing.detectors.verdict import Outcome, Verdict
@@ -34,6 +34,8 @@ _STATUS = {
     Outcome.DECLINED: Status.DECLINED,
 }
 Run = Callable[[], Verdict]
+# What a callable may raise: one that calls sys.exit must not end the run, with a status of its own.
+_ANY = (Exception, SystemExit)
 # How many times the error of a plain computation in the same type a result may have.
 _PLAIN_FACTOR = 2.0
 
@@ -111,15 +113,19 @@ def _check_values(
             status, text = Status.DEVIATES, f"{known}. Seen: {text}"
         return Check(family.name, case.name, VALUES, "float64 reference", status, text, picture)
 
+    expected = case.expected(operands)
+    kept = {name: tensor.clone() for name, tensor in given.items()}
     try:
         # What it leaves unwritten is NaN, in every run.
         with FilledAllocations(NAN_PATTERN) if not is_graph else contextlib.nullcontext():
             results = subject.call(given)
     except NotSupportedError as error:
         return check(Status.DECLINED, " ".join(str(error).split()))
-    except Exception as error:
+    except _ANY as error:
         return check(Status.BROKEN, f"it raised {type(error).__name__}: {_first_line(error)}")
-    expected = case.expected(operands)
+    written = [name for name, tensor in given.items() if _put_back(tensor, kept[name])]
+    if written:
+        return check(Status.BROKEN, f"operand {written[0]} was written")
     picture = None
     errors = []
     for name, want in expected.items():
@@ -129,20 +135,32 @@ def _check_values(
         if is_graph and got.shape != want.shape and got.numel() == want.numel():
             # A graph's operands, and with them some results, have axes of extent 1 more.
             want = want.reshape(got.shape)
-        tolerance = _tolerance(case, name, got, want, operands)
-        bound = tolerance * _size(want)
-        picture = error_map(name, got, want, bound)
         try:
+            tolerance = _tolerance(case, name, got, want, operands)
+            bound = tolerance * _size(want)
+            picture = error_map(name, got, want, bound)
             assert_close(got, want, tol=tolerance, name=name)
         except AssertionError as error:
             text = str(error).splitlines()
             guess = _guess(case, operands, results)
             parts = [f"{name} matches this instead: {guess}"] if guess else []
             return check(Status.BROKEN, "\n".join([*parts, *text]), picture)
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = f"{name} cannot be compared: {_first_line(error)}"
+            return check(Status.BROKEN, text)
         distance = (_finite(got.double()) - _finite(want)).abs()
         largest = float(distance.max()) if distance.numel() else 0.0
         errors.append(f"{name}: error {largest:.2g}, allowed {bound:.2g}")
     return check(Status.HELD, "; ".join(errors), picture)
+
+
+def _put_back(tensor: torch.Tensor, kept: torch.Tensor) -> bool:
+    """True if the tensor was written; it then has its old values again, as far as they fit."""
+    if not bool(differing(tensor, kept).any()):
+        return False
+    if 0 not in tensor.stride():
+        tensor.copy_(kept)
+    return True
 
 
 def _tolerance(
@@ -223,7 +241,7 @@ def _detect(
         except NotSupportedError as error:
             text = " ".join(str(error).split())
             verdict = Verdict(_RULES[name], name, Outcome.DECLINED, text)
-        except Exception as error:
+        except _ANY as error:
             text = f"it raised {type(error).__name__}: {_first_line(error)}"
             verdict = Verdict(_RULES[name], name, Outcome.BROKEN, text)
         yield verdict.detector, verdict

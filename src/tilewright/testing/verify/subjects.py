@@ -52,6 +52,8 @@ def load_target(text: str) -> Callable[..., Any]:
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{text!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{text!r}: {type(error).__name__} at its import: {error}") from error
     if not callable(target):
         raise ValueError(f"{text!r}: {type(target).__name__} is not callable")
     found: Callable[..., Any] = target

@@ -119,6 +119,51 @@ def test_a_broken_twin_is_found_and_named(
     assert guess in wrong["text"]
 
 
+def leaves(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    raise SystemExit(0)
+
+
+def writes_an_operand(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # The reference of what is there afterwards would be this result.
+    return a.mul_(2) @ b
+
+
+def has_no_values(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a @ b).to("meta")
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        (leaves, "it raised SystemExit: 0"),
+        (writes_an_operand, "operand a was written"),
+        (has_no_values, "c cannot be compared"),
+    ],
+)
+def test_an_odd_callable_is_broken_and_ends_no_run(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch, odd: Callable[..., Any], told: str
+) -> None:
+    monkeypatch.setattr(adapters, "odd", odd, raising=False)
+    ran = verify("matmul", "--target", f"{ADAPTERS}:odd", "--case", "b transposed")
+    assert ran.code == 1
+    (check,) = ran.checks("broken")
+    assert told in check["text"]
+
+
+@pytest.mark.parametrize("line", ["import sys; sys.exit(0)", "1 / 0", "def f(:"])
+def test_a_module_that_cannot_be_imported_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    from tilewright.cli.main import main
+
+    name = f"odd_module_{abs(hash(line))}"
+    (tmp_path / f"{name}.py").write_text(line)
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["verify", "matmul", "--target", f"{tmp_path / name}.py:f"]))
+    assert ended.value.code == 2
+    assert "at its import" in capsys.readouterr().err
+
+
 def test_saved_operands_are_given_to_who_takes_them(
     verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
