@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tilewright.engines.aten import dropout
 from tilewright.engines.aten.dropout import PhiloxDropout, Region
 from tilewright.oracle.philox import dropout_keep
 
@@ -95,6 +96,25 @@ def test_keep_of_wide_words_equals_the_oracles(seed, offset, rows, keys, region)
     expected = dropout_keep(line * keys + c, probability=probability, seed=seed, offset=offset)
     for given in (dropout, on_device):
         assert torch.equal(given.keep(region, torch.device("cpu")), expected)
+
+
+@pytest.mark.parametrize("keys", [8, 9, 10, 12])
+@pytest.mark.parametrize("first", [0, 1, 3, 4])
+@pytest.mark.parametrize("width", [0, 1, 3, 4, 5])
+def test_no_more_counters_than_a_row_needs(monkeypatch, keys, first, width):
+    counts = []
+
+    def recording(index, seed, offset):
+        counts.append(index.shape[-1])
+        return philox(index, seed, offset)
+
+    philox = dropout._philox
+    monkeypatch.setattr(dropout, "_philox", recording)
+    region = Region((0, 2), (0, 3), (0, 4), (first, first + width))
+    PhiloxDropout(0.5, 1, 2, 3, 4, keys).keep(region, torch.device("cpu"))
+    # Rows that all begin a counter need no more than their own words.
+    begins = keys % 4 == 0 and first % 4 == 0
+    assert counts == [math.ceil(width / 4) + (not begins)]
 
 
 def test_the_factor_on_what_is_kept():

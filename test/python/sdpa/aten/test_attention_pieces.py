@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tilewright.engines.aten import attention_operands
 from tilewright.engines.aten.attention_blocks import OPEN_BAND, Band, Block
 from tilewright.engines.aten.attention_forward import _weighted, _with_marks, sink_rows
 from tilewright.engines.aten.attention_operands import Lengths, PagedPort, RaggedPort
@@ -124,6 +125,35 @@ def test_what_is_hidden(band, padded, by_lengths):
         hidden |= band.left is not None and c <= diagonal - band.left
         hidden |= band.right is not None and c > diagonal + band.right
         assert found[inside] == (-math.inf if hidden else before[inside]), (inside, b, r, c)
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("shift", [-7, -2, 0, 1, 6])
+def test_only_columns_that_some_row_does_not_see_are_looked_at(monkeypatch, band, shift):
+    band = BANDS[band]._replace(shift=shift)
+    seen = []
+    arange = torch.arange
+
+    def recording(*bounds, **options):
+        seen.append(bounds)
+        return arange(*bounds, **options)
+
+    batches, heads, group, rows, keys = BLOCK.shape
+    products = torch.zeros(batches * heads, group * rows, keys)
+    monkeypatch.setattr(torch, "arange", recording)
+    finish_scores(part(band=band), products, BLOCK, True)
+    monkeypatch.undo()
+    expected = []
+    for bound, hides in (
+        (band.right, lambda row, key: key > row + shift + band.right),
+        (band.left, lambda row, key: key <= row + shift - band.left),
+    ):
+        if bound is None:
+            continue
+        columns = [c for c in range(*BLOCK.key) if any(hides(r, c) for r in range(*BLOCK.row))]
+        if columns:
+            expected += [(columns[0], columns[-1] + 1), BLOCK.row]
+    assert seen == expected
 
 
 @pytest.mark.parametrize("by_lengths", [False, True])
@@ -404,9 +434,20 @@ def test_pages_that_a_length_uses():
     assert port.pages({**five, "k": draw(15, 6, 2, 3, 4)}, 0, 1).tolist() == [5]
 
 
-@pytest.mark.parametrize("keys", [7, 9, 10, 12])
-def test_all_pages_gathered(keys):
+@pytest.mark.parametrize("keys", [1, 3, 7, 9, 10, 12])
+def test_all_pages_gathered(monkeypatch, keys):
     container = draw(16, 5, 2, 3, 4)
+    counts = []
+
+    def select(operand, index):
+        counts.append(index.numel())
+        return operand.index_select(0, index)
+
+    # As many pages as the keys need, and no more.
+    monkeypatch.setattr(attention_operands, "_select", select)
+    paged(keys).gather({"k": container, "paged_attention_k_table": TABLE})
+    assert counts == [2 * math.ceil(keys / 3)]
+    monkeypatch.undo()
     found = paged(keys).gather({"k": container, "paged_attention_k_table": TABLE})
     assert found.shape == (2, 2, keys, 4)
     for b, token in itertools.product(range(2), range(keys)):
