@@ -117,6 +117,20 @@ def test_two_workers_that_crash_lose_no_test(suite: Suite, mode: str) -> None:
     ]
 
 
+def test_twenty_crashes_in_a_row(suite: Suite) -> None:
+    code = """
+        import ctypes, pytest
+        def test_before(): pass
+        @pytest.mark.parametrize("index", range(20))
+        def test_crash(index): ctypes.string_at(0)
+        def test_after(): pass
+    """
+    ran = suite({"test_a.py": code}, timeout_s=500)
+    assert ran.status == FAILURES
+    assert ran.outcomes == {"collected": 22, "passed": 2, "crashed": 20}, ran.text
+    assert len(set(ran.failed())) == 20
+
+
 def test_a_clean_run_passes(suite: Suite) -> None:
     ran = suite({"test_a.py": "def test_a(): pass\ndef test_b(): pass\n"})
     assert ran.status == 0, ran.text

@@ -71,8 +71,8 @@ def test_a_crash_in_tear_down_is_one_crashed_test(suite: Suite) -> None:
     assert ran.failed() == ["test_a.py::test_bad"]
 
 
-@pytest.mark.parametrize("mode", [(), ("--dist", "loadfile", "-n", "1"), ("-n", "2")])
-def test_twenty_crashes_in_a_row(suite: Suite, mode: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("mode", [("--dist", "loadfile", "-n", "1"), ("-n", "2")])
+def test_twenty_crashes_in_other_modes(suite: Suite, mode: tuple[str, ...]) -> None:
     code = """
         import ctypes, pytest
         def test_before(): pass
