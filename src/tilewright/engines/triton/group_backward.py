@@ -37,9 +37,10 @@ from tilewright.launch.workspace import plan_workspace
 # A row longer than this, beside its gradient, does not fit a program's registers.
 MAX_WIDTH = 16384
 _ELEMENTS_A_WARP = 512
-_MAX_SPLITS = 256
-_PROGRAMS_A_MULTIPROCESSOR = 12
-_WARPS = 4
+_MAX_SPLITS = 128
+_PROGRAMS_A_MULTIPROCESSOR = 8
+_WARPS = 8
+_SUM_WARPS = 4
 _JOINED_ROWS = 32
 # Tile of the kernel that sums over samples.
 _SUM_ROWS = 32
@@ -391,7 +392,7 @@ def _join_kernel(problem: NormProblem, assembly: Assembly, parts: int) -> Planne
     return assembly.kernel(
         group_sums,
         (triton.cdiv(rows, _JOINED_ROWS), 1, 1),
-        _WARPS,
+        _SUM_WARPS,
         PARTS=parts,
         PARTS_BLOCK=min(_SUM_ROWS, triton.next_power_of_2(parts)),
         ROWS=_JOINED_ROWS,
@@ -420,7 +421,7 @@ def _gradients_kernel(
     return assembly.kernel(
         group_sums,
         (triton.cdiv(channels, _SUM_COLUMNS), 1, 1),
-        _WARPS,
+        _SUM_WARPS,
         PARTS=samples,
         PARTS_BLOCK=min(_SUM_ROWS, triton.next_power_of_2(samples)),
         ROWS=_SUM_COLUMNS,

@@ -235,15 +235,22 @@ class NormConfig:
 
 
 def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
-    """Short rows share a program; a long row takes up to 32 warps."""
+    """Short rows share a program; a long row takes up to 8 warps, the longest 16.
+
+    As measured on an H200 (benchmark/norms_gpu.py): there, programs that walk rows and read ahead
+    were slower forward, and so was any hint to the caches.
+    """
     block = triton.next_power_of_2(width)
     if is_row_contiguous:
         # Neighbours in memory are of different rows: a tile takes 32 of them where they fit.
         rows = max(1, min(32, 16 * _ELEMENTS_A_WARP // block))
         return NormConfig(rows, max(1, min(16, rows * block // _ELEMENTS_A_WARP)))
-    warps = max(1, min(32 if block > 16384 else 16, block // _ELEMENTS_A_WARP))
-    rows = max(1, min(8, 4 * _ELEMENTS_A_WARP // block))
-    return NormConfig(rows, max(warps, min(4, rows * block // _ELEMENTS_A_WARP)))
+    if block > 16384:
+        return NormConfig(1, 16)
+    if block > _ELEMENTS_A_WARP:
+        return NormConfig(1, 2 if block == 2 * _ELEMENTS_A_WARP else 8)
+    rows = min(8, 4 * _ELEMENTS_A_WARP // block)
+    return NormConfig(rows, max(1, min(4, rows * block // _ELEMENTS_A_WARP)))
 
 
 def config_of(problem: NormProblem) -> NormConfig:

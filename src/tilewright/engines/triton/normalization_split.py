@@ -34,9 +34,12 @@ from tilewright.launch.workspace import plan_workspace
 MAX_SCATTERED_COLUMNS = 1024
 TILE_ELEMENTS = 2048
 _MAX_ROWS_A_TILE = 64
+# By what measured best on an H200 (benchmark/norm_layouts_gpu.py), where lanes go along columns and
+# where along rows: programs a multiprocessor, and warps each.
+_ALONG_COLUMNS = (8, 8)
+_ALONG_ROWS = (12, 4)
 _MAX_SPLITS = 256
-_PROGRAMS_A_MULTIPROCESSOR = 12
-_WARPS = 4
+_JOIN_WARPS = 4
 # Rows that one program of the second kernel joins.
 _JOINED_ROWS = 8
 
@@ -369,7 +372,8 @@ def _plan(
     problem: NormProblem, slots: Mapping[int, int], sm_count: int, *, is_aligned: bool
 ) -> KernelPlan:
     grounds = problem.plane
-    cut = cut_rows(grounds, "x", _PROGRAMS_A_MULTIPROCESSOR * sm_count, _MAX_SPLITS)
+    programs, warps = _ALONG_ROWS if grounds.is_row_contiguous("x") else _ALONG_COLUMNS
+    cut = cut_rows(grounds, "x", programs * sm_count, _MAX_SPLITS)
     size = 8 if problem.is_double else 4
     pointer = f"*{problem.compute_name}"
     scratch = (
@@ -389,7 +393,7 @@ def _plan(
     parts = assembly.kernel(
         fused_kernel(norm_parts, problem.fusion, TILES, problem.fused_names),
         (cut.row_blocks * cut.parts, 1, 1),
-        _WARPS,
+        warps,
         INNER_COLUMNS=grounds.inner_columns,
         ROWS=cut.rows,
         COLUMNS=cut.columns,
@@ -403,7 +407,7 @@ def _plan(
     join = assembly.kernel(
         norm_join,
         (triton.cdiv(grounds.rows, _JOINED_ROWS), 1, 1),
-        _WARPS,
+        _JOIN_WARPS,
         INNER_COLUMNS=grounds.inner_columns,
         COLUMNS=cut.columns,
         PARTS=cut.parts,
@@ -428,8 +432,8 @@ def _apply_kernels(
 ) -> tuple[tuple[PlannedKernel, ...], Scratches]:
     """The third kernel and what joins maxima, and the workspace with theirs after ``scratch``."""
     grounds = problem.plane
-    programs = 4 * _PROGRAMS_A_MULTIPROCESSOR * sm_count
-    cut = cut_rows(grounds, "x", programs, grounds.columns)
+    programs, warps = _ALONG_ROWS if grounds.is_row_contiguous("x") else _ALONG_COLUMNS
+    cut = cut_rows(grounds, "x", 4 * programs * sm_count, grounds.columns)
     cut_integers(assembly, grounds, cut, problem.tensors["x"])
     count = cut.row_blocks * cut.parts
     scratch = problem.maxima(assembly, count, scratch)
@@ -437,7 +441,7 @@ def _apply_kernels(
     kernel = assembly.kernel(
         fused_kernel(norm_apply, problem.fusion, TILES, problem.fused_names),
         (count, 1, 1),
-        _WARPS,
+        warps,
         INNER_COLUMNS=grounds.inner_columns,
         ROWS=cut.rows,
         COLUMNS=cut.columns,
