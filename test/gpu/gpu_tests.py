@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ import pytest
 
 # The file that outcomes are appended to, one JSON object a line.
 OUTCOMES = "TILEWRIGHT_GPU_OUTCOMES"
+# From this time on (seconds since the epoch), tests that also run without a GPU are left out.
+UNTIL = "TILEWRIGHT_GPU_UNTIL"
+NO_TIME = "left out: the time of this run is over, and the test also runs without a GPU"
 _REASON = re.compile(r"\b(GPUs?|CUDA)\b")
 _SKIP = re.compile(r"\bskip\([^)]*\b(GPUs?|CUDA)\b")
 # What a file holds that has such tests, or whose folder's conftest does.
@@ -79,9 +83,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             item.user_properties.append(("gpu", how))
             kept.append(item)
-    items[:] = kept
+    # Those that nothing else runs come first.
+    items[:] = sorted(kept, key=lambda item: dict(item.user_properties)["gpu"] != "only")
     if left:
         config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what other machines run too, where time is short."""
+    until = float(os.environ.get(UNTIL, "inf"))
+    if time.time() > until and dict(item.user_properties).get("gpu") != "only":
+        pytest.skip(NO_TIME)
 
 
 class _Writing:

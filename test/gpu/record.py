@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +42,19 @@ VERIFY = (
 )
 _SEVERITY = {"passed": 0, "skipped": 1, "failed": 2, "crashed": 3}
 _SHOWN = 6
+_RESERVE_S = 5.0
+_SHARE_OF_ALL = 0.75
+
+
+@dataclass(frozen=True)
+class Verifying:
+    """One run of verify under way."""
+
+    name: str
+    arguments: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    found: Path
+    log: Path
 
 
 def ended(command: list[str], log: Path, limit_s: float) -> int:
@@ -64,6 +78,8 @@ def run_tests(folder: Path, workers: int, levels: str, limit_s: float) -> dict[s
     outcomes, log = folder / "outcomes", folder / "pytest.log"
     outcomes.touch()
     os.environ[gpu_tests.OUTCOMES] = str(outcomes)
+    # The rest of the time is for what has begun, and for what only a GPU shows.
+    os.environ[gpu_tests.UNTIL] = str(time.time() + limit_s * _SHARE_OF_ALL)
     files = [str(path.relative_to(ROOT)) for path in gpu_tests.candidates(ROOT / "test/python")]
     head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_tests"]
     head += ["-p", "no:cacheprovider", "-q", "-n", str(workers), "-m", levels]
@@ -100,32 +116,34 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
     return dict(sorted(tests.items()))
 
 
-def run_verify(folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Run verify's runs side by side; counts, and what is broken or deviates."""
-    end = time.monotonic() + limit_s
-    running = []
+def start_verify(folder: Path) -> list[Verifying]:
+    """Start verify's runs, side by side."""
+    started = []
     for index, (name, arguments) in enumerate(VERIFY):
         found, log = folder / f"verify-{index}.json", folder / f"verify-{index}.log"
         command = [sys.executable, "-m", "tilewright", "verify", *arguments]
         command += ["--device", "cuda", "--json", str(found), "--brief"]
-        file = log.open("w")
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-        running.append((name, arguments, process, found, log, time.monotonic()))
+        with log.open("w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        started.append(Verifying(name, arguments, process, found, log))
+    return started
+
+
+def finish_verify(started: list[Verifying], end: float) -> list[dict[str, Any]]:
+    """Wait for them until ``end`` at most; counts, and what is broken or deviates."""
     results = []
-    for name, arguments, process, found, log, began in running:
+    for run in started:
         try:
-            status = process.wait(timeout=max(end - time.monotonic(), 1.0))
+            status = run.process.wait(timeout=max(end - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:
-            process.kill()
+            run.process.kill()
             status = 124
-        result: dict[str, Any] = {
-            "name": name,
-            "command": shlex.join(["tilewright", "verify", *arguments, "--device", "cuda"]),
-            "exit_status": status,
-            "seconds_at_most": round(time.monotonic() - began, 1),
-        }
-        if found.exists():
-            document = json.loads(found.read_text())
+        command = ["tilewright", "verify", *run.arguments, "--device", "cuda"]
+        result: dict[str, Any] = {"name": run.name, "command": shlex.join(command)}
+        result["exit_status"] = status
+        if run.found.exists():
+            document = json.loads(run.found.read_text())
+            result["families"] = document["families"]
             result["counts"] = document["counts"]
             for kind in ("broken", "deviates"):
                 result[kind] = [
@@ -134,7 +152,7 @@ def run_verify(folder: Path, limit_s: float) -> list[dict[str, Any]]:
                     if c["status"] == kind
                 ]
         if status != 0:
-            print(log.read_text(errors="replace")[-3000:])
+            print(run.log.read_text(errors="replace")[-3000:])
         results.append(result)
     return results
 
@@ -173,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", type=Path, required=True, metavar="PATH")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="test processes (8)")
-    parser.add_argument("--levels", default="L0 or L1", metavar="MARKS", help="'L0 or L1'")
+    parser.add_argument("--levels", default="L0", metavar="MARKS", help="mark expression (L0)")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of all")
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.limit
@@ -190,11 +208,11 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        # A third of the time is verify's.
-        limit = (end - time.monotonic()) * 2 / 3
+        verifying = start_verify(folder)
+        limit = end - time.monotonic() - _RESERVE_S
         record["pytest"] = run_tests(folder, arguments.workers, arguments.levels, limit)
         write(arguments.record, record)
-        record["verify"] = run_verify(folder, end - time.monotonic())
+        record["verify"] = finish_verify(verifying, end)
     write(arguments.record, record)
     tests = record["pytest"]
     bad = [
