@@ -90,6 +90,29 @@ def _quick_tail(a):
 
 
 @triton.jit
+def _ceil(a):
+    # libdevice's makes zeros of subnormal numbers, whose ceiling is 1.
+    if a.dtype.is_fp64():
+        result = tl.ceil(a)
+    else:
+        result = tl.inline_asm_elementwise(
+            "cvt.rpi.f32.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _floor(a):
+    if a.dtype.is_fp64():
+        result = tl.floor(a)
+    else:
+        result = tl.inline_asm_elementwise(
+            "cvt.rmi.f32.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
 def _root(a):
     if a.dtype.is_fp64():
         result = tl.sqrt(a)
@@ -172,6 +195,7 @@ if IS_INTERPRETED:
     quick_gate = _by_torch(torch.sigmoid)
     quick_tail = _by_torch(lambda a: 0.5 * torch.erfc(a * 0.7071067811865476))
     root = _by_torch(torch.sqrt)
+    ceil, floor = _by_torch(torch.ceil), _by_torch(torch.floor)
     exp, expm1 = _by_torch(torch.exp), _by_torch(torch.expm1)
     log, log1p = _by_torch(torch.log), _by_torch(torch.log1p)
     sin, cos, tan = _by_torch(torch.sin), _by_torch(torch.cos), _by_torch(torch.tan)
@@ -181,6 +205,7 @@ if IS_INTERPRETED:
     remainder = _by_torch(lambda a, b: torch.from_numpy(numpy.fmod(a.numpy(), b.numpy())))
 else:
     cast = _cast
+    ceil, floor = _ceil, _floor
     product, quotient, root = _product, _quotient, _root
     # Of float32 alone: a / b, good to two last places; 1 / (1 + exp(-a)); and what a normal
     # distribution has beyond a >= 0, good to 1e-7.

@@ -30,7 +30,8 @@ MAX_ROW = 16384
 # Fewer contiguous elements than this share a tile with the next axis.
 _SHORT = 128
 _MOST_NODES = 128
-_ELEMENTS_A_THREAD = 16
+_ELEMENTS_A_THREAD = 32
+_LOOPED_ELEMENTS_A_THREAD = 16
 _WARPS = 4
 _MOST_WARPS = 16
 _INT32_MAX = 2**31 - 1
@@ -77,6 +78,8 @@ class Walk:
     @property
     def warps(self) -> int:
         elements = self.block_rows * self.block_inner
+        if self.is_looped:
+            return max(1, min(_MOST_WARPS, elements // (32 * _LOOPED_ELEMENTS_A_THREAD)))
         most = _MOST_WARPS if self.is_reduction else _WARPS
         return max(1, min(most, elements // (32 * _ELEMENTS_A_THREAD)))
 

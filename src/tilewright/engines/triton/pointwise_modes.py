@@ -53,8 +53,8 @@ _ANY = {
 }
 _FLOATING = {
     "neg": "negative({0})",
-    "ceil": "tl.ceil({0})",
-    "floor": "tl.floor({0})",
+    "ceil": "ceil({0})",
+    "floor": "floor({0})",
     "sqrt": "root({0})",
     "rsqrt": "inverse_root({0})",
     "reciprocal": "reciprocal({0})",

@@ -47,8 +47,6 @@ from tilewright.launch.prepared import Argument, Constant
 MAX_HALF = 2048
 _WARP_THREADS = 32
 _WARPS = 4
-# 16-byte vectors that a thread loads of each half at a time.
-_VECTORS = 4
 # Programs wanted on each multiprocessor before heads are not split any further.
 _PROGRAMS_A_MULTIPROCESSOR = 4
 
@@ -92,28 +90,38 @@ def rotate_pairs(
     token = (block % token_blocks) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK).to(tl.int64)
     in_table = (token < length)[:, None] & (pair < HALF)[None, :]
+    group_heads = (heads + GROUPS - 1) // GROUPS
+    start = group * group_heads
+    last = min(start + group_heads, heads)
+    x_row = x + batch * x_batch + (token * x_token)[None, :, None] + pair[None, None, :] * x_step
+    out_row = out + batch * out_batch + (token * out_token)[None, :, None]
+    steps = tl.arange(0, HEADS).to(tl.int64)[:, None, None]
+
+    # The first heads are on their way while the table is made, and the next ones at each step.
+    head = start + steps
+    inside = (head < last) & in_table[None, :, :]
+    low = tl.load(x_row + head * x_head, mask=inside, other=0.0)
+    high = tl.load(x_row + head * x_head + HALF * x_step, mask=inside, other=0.0)
+
     angles = freqs + batch * freqs_batch + (token * freqs_token)[:, None]
     angles += pair[None, :] * freqs_step
     cosine, sine = cosine_and_sine(cast(tl.load(angles, mask=in_table, other=0.0), tl.float32))
-    low_cos, low_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
+    low_cos, low_sin = cast(cosine, COMPUTE)[None, :, :], cast(sine, COMPUTE)[None, :, :]
     high_cos, high_sin = low_cos, low_sin
     if SECOND:
         angles += SECOND * freqs_step
         cosine, sine = cosine_and_sine(cast(tl.load(angles, mask=in_table, other=0.0), tl.float32))
-        high_cos, high_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
-    low_cos, low_sin = low_cos[None, :, :], low_sin[None, :, :]
-    high_cos, high_sin = high_cos[None, :, :], high_sin[None, :, :]
+        high_cos, high_sin = cast(cosine, COMPUTE)[None, :, :], cast(sine, COMPUTE)[None, :, :]
 
-    group_heads = (heads + GROUPS - 1) // GROUPS
-    last = min((group + 1) * group_heads, heads)
-    x_row = x + batch * x_batch + (token * x_token)[None, :, None]
-    out_row = out + batch * out_batch + (token * out_token)[None, :, None]
-    for first in range(group * group_heads, last, HEADS):
-        head = (first + tl.arange(0, HEADS).to(tl.int64))[:, None, None]
+    for first in range(start, last, HEADS):
+        head = first + steps
         inside = (head < last) & in_table[None, :, :]
-        at = x_row + head * x_head + pair[None, None, :] * x_step
-        low = cast(tl.load(at, mask=inside, other=0.0), COMPUTE)
-        high = cast(tl.load(at + HALF * x_step, mask=inside, other=0.0), COMPUTE)
+        following = head + HEADS
+        is_there = (following < last) & in_table[None, :, :]
+        at = x_row + following * x_head
+        next_low = tl.load(at, mask=is_there, other=0.0)
+        next_high = tl.load(at + HALF * x_step, mask=is_there, other=0.0)
+        low, high = cast(low, COMPUTE), cast(high, COMPUTE)
         if IS_ADJOINT:
             low_result = product(low, low_cos) + product(high, high_sin)
             high_result = product(high, high_cos) - product(low, low_sin)
@@ -125,15 +133,16 @@ def rotate_pairs(
         to = out_row + head * out_head + pair[None, None, :] * out_step
         tl.store(to, narrow(low_result, out.dtype.element_ty), mask=inside)
         tl.store(to + HALF * out_step, narrow(high_result, out.dtype.element_ty), mask=inside)
+        low, high = next_low, next_high
         if TAIL:
             rest = tl.arange(0, TAIL_BLOCK).to(tl.int64)[None, None, :]
             in_tail = (head < last) & (token < length)[None, :, None] & (rest < TAIL)
-            rest += 2 * HALF
-            at = x_row + head * x_head + rest * x_step
+            tail_row = x + batch * x_batch + (token * x_token)[None, :, None]
+            at = tail_row + head * x_head + (rest + 2 * HALF) * x_step
             values = cast(tl.load(at, mask=in_tail, other=0.0), COMPUTE)
             if HAS_SCALE:
                 values = values * scale
-            to = out_row + head * out_head + rest * out_step
+            to = out_row + head * out_head + (rest + 2 * HALF) * out_step
             tl.store(to, narrow(values, out.dtype.element_ty), mask=in_tail)
 
 
@@ -148,10 +157,9 @@ class RopeConfig:
 
 
 def choose_config(source: Tensor, half: int, sm_count: int, warps: int | None = None) -> RopeConfig:
-    """Four 16-byte vectors a thread and step, a table of one vector a thread.
+    """One 16-byte vector of each half a thread and step: few registers, many programs.
 
-    A warp's vectors lie along heads where those are nearer than positions. Every thread has
-    elements of its own in a step, so none reads what another has rotated.
+    Every thread has elements of its own in a step, so none reads what another has rotated.
     """
     batch, heads, length, _ = source.dim
     most_heads, most_tokens = (triton.next_power_of_2(max(n, 1)) for n in (heads, length))
@@ -160,9 +168,9 @@ def choose_config(source: Tensor, half: int, sm_count: int, warps: int | None = 
     if warps is None:
         warps = _WARPS
     rows = max(1, _WARP_THREADS * vector // block)
-    near = min(rows, most_heads) if source.stride[1] < source.stride[2] else 1
-    tokens = min(max(1, rows * warps // near), most_tokens)
-    step = min(_VECTORS * max(1, rows * warps // tokens), most_heads)
+    tokens = min(rows, most_tokens)
+    step = min(rows * warps // tokens, most_heads)
+    tokens = min(rows * warps // step, most_tokens)
     while warps > 1 and tokens * step * block < _WARP_THREADS * warps * vector:
         warps //= 2
     programs = max(batch * triton.cdiv(length, tokens), 1)
