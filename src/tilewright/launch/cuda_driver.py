@@ -9,7 +9,7 @@ import ctypes
 import functools
 import threading
 
-from tilewright.errors import LaunchError
+from tilewright.errors import LaunchError, NotSupportedError
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # Above this a kernel has to ask for its shared memory.
@@ -41,6 +41,9 @@ def driver() -> ctypes.CDLL:
             *([pointer] * 4),
             *([ctypes.c_int] * 4),
         ]
+    # Since CUDA 12.4.
+    if hasattr(library, "cuFuncGetParamInfo"):
+        library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     library.cuGetErrorString.argtypes = [ctypes.c_int, pointer]
     return library
 
@@ -57,6 +60,33 @@ def check(status: int, what: str) -> None:
     driver().cuGetErrorString(status, ctypes.byref(text))
     message = (text.value or b"unknown error").decode()
     raise LaunchError(f"{what}: CUDA error {status}: {message}")
+
+
+def parameter_layout(function: int, count: int, name: str) -> tuple[list[int], int]:
+    """Where a kernel has each of its ``count`` parameters in its block, and the block's size.
+
+    Natural alignment tells that of all parameters but tensor maps: those are aligned in the
+    constant bank, whose first parameter is at an address that is no multiple of theirs.
+
+    Raises:
+        NotSupportedError: if the driver cannot say.
+        LaunchError: if the kernel has fewer parameters.
+    """
+    library = driver()
+    if not hasattr(library, "cuFuncGetParamInfo"):
+        raise NotSupportedError(
+            f"kernel {name!r} takes tensor maps; this driver does not tell where parameters are "
+            "(cuFuncGetParamInfo, since CUDA 12.4)"
+        )
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    offsets = []
+    for position in range(count):
+        status = library.cuFuncGetParamInfo(
+            function, position, ctypes.byref(offset), ctypes.byref(size)
+        )
+        check(status, f"kernel {name!r}: where parameter {position} is")
+        offsets.append(offset.value)
+    return offsets, offset.value + size.value
 
 
 class Module:

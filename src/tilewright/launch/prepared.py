@@ -2,7 +2,7 @@
 
 At bind, pointers (and scalars that a caller passes by value) go into a copy of the block. At
 launch there is one driver call a kernel, nothing else. The block is laid out as the driver's
-parameter buffer: each argument at its natural alignment.
+parameter buffer: each argument at its natural alignment, or where the driver says it is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from tilewright.errors import BindingError, LaunchError
+from tilewright.launch.cuda_driver import parameter_layout
 from tilewright.launch.driver_launch import KernelCall
 from tilewright.launch.handles import as_stream_pointer
 from tilewright.launch.tensor_maps import (
-    TENSOR_MAP_ALIGNMENT,
     TENSOR_MAP_BYTES,
     TensorMap,
     TensorMapEncoder,
@@ -92,7 +92,11 @@ class KernelLaunch:
         types, self.arguments = _expanded(types, arguments)
         formats = [*("Q" if kind.startswith("*") else _FORMATS[kind] for kind in types), "Q", "Q"]
         self.formats = tuple(formats)
-        self.offsets, self.size = _layout(formats)
+        self.offsets, self.size = (
+            parameter_layout(function, len(formats), name)
+            if _FORMATS[_MAP] in formats
+            else _layout(formats)
+        )
         self.template = bytearray(self.size)
         # What every block of the kernel has in common, so that binding makes little.
         self.memory_type = ctypes.c_char * self.size
@@ -356,8 +360,7 @@ def _layout(formats: Sequence[str]) -> tuple[list[int], int]:
     end = 0
     for code in formats:
         size = struct.calcsize("<" + code)
-        alignment = TENSOR_MAP_ALIGNMENT if code == _FORMATS[_MAP] else size
-        start = -(-end // alignment) * alignment
+        start = -(-end // size) * size
         offsets.append(start)
         end = start + size
     return offsets, end
