@@ -370,7 +370,7 @@ def _set_output(
         made.set_ragged_offset_multiplier(max(unit, 1))
 
 
-def _totals(call: Call) -> dict[str, int]:
+def _totals(call: Call) -> dict[str, Any]:
     """What packed operands bound the sums of lengths by: a grid need not hold every longest one."""
     if not call.is_packed:
         return {}

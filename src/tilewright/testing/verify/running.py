@@ -141,13 +141,12 @@ def _check_values(
             picture = error_map(name, got, want, bound)
             assert_close(got, want, tol=tolerance, name=name)
         except AssertionError as error:
-            text = str(error).splitlines()
             guess = _guess(case, operands, results)
             parts = [f"{name} matches this instead: {guess}"] if guess else []
-            return check(Status.BROKEN, "\n".join([*parts, *text]), picture)
+            return check(Status.BROKEN, "\n".join([*parts, *str(error).splitlines()]), picture)
         except (TypeError, ValueError, RuntimeError) as error:
-            text = f"{name} cannot be compared: {_first_line(error)}"
-            return check(Status.BROKEN, text)
+            what = f"{name} cannot be compared: {_first_line(error)}"
+            return check(Status.BROKEN, what)
         distance = (_finite(got.double()) - _finite(want)).abs()
         largest = float(distance.max()) if distance.numel() else 0.0
         errors.append(f"{name}: error {largest:.2g}, allowed {bound:.2g}")
