@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +36,24 @@ def replay_freshness(
     returns is called again with the same tensors. ``expected`` (operands -> results) tells the
     right values; by default the code's own, on copies of the operands.
     """
+    with contextlib.ExitStack() as owned:
+        return _replay_freshness(target, operands, expected, tolerance, owned)
+
+
+def _replay_freshness(
+    target: Any,
+    operands: Operands,
+    expected: Expected | None,
+    tolerance: float | None,
+    owned: contextlib.ExitStack,
+) -> Verdict:
     subject = as_subject(target)
     given = {name: tensor.clone() for name, tensor in named(operands).items()}
     reference = expected or subject.call
     # Copies stay alive to the end: a new one at an old address would look like the old one to code
     # that remembers addresses.
     alive: list[Tensors] = []
-    launch = _launcher(subject, given)
+    launch = _launcher(subject, given, owned)
     old = {name: result.clone() for name, result in launch().items()}
     problem = different(old, _fresh(reference, given, alive), tolerance)
     if problem:
@@ -71,8 +83,13 @@ def _fresh(reference: Expected, operands: Tensors, alive: list[Tensors]) -> dict
     return {name: result.clone() for name, result in reference(copies).items()}
 
 
-def _launcher(subject: Subject, operands: Tensors) -> Callable[[], dict[str, torch.Tensor]]:
-    """What launches the same call on the same buffers again, and gives the results."""
+def _launcher(
+    subject: Subject, operands: Tensors, owned: contextlib.ExitStack
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """What launches the same call on the same buffers again, and gives the results.
+
+    ``owned`` gets what must be given back at the end.
+    """
     if subject.declare is None:
         return lambda: subject.call(operands)
     layouts = subject.layouts(operands)
@@ -80,7 +97,7 @@ def _launcher(subject: Subject, operands: Tensors) -> Callable[[], dict[str, tor
     results = {name: buffer.view for name, buffer in buffers.items()}
     run = subject.declare(operands, results).bind(operands, results)
     if next(iter(results.values())).device.type == "cuda":
-        run = _captured(run)
+        run = _captured(run, owned)
 
     def launch() -> dict[str, torch.Tensor]:
         for buffer in buffers.values():
@@ -91,12 +108,15 @@ def _launcher(subject: Subject, operands: Tensors) -> Callable[[], dict[str, tor
     return launch
 
 
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
+def _captured(run: Callable[[], None], owned: contextlib.ExitStack) -> Callable[[], None]:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # Not left to the garbage collector, which may come inside of a later capture.
+    owned.callback(graph.reset)
+    owned.callback(torch.cuda.synchronize)
     with torch.cuda.graph(graph):
         run()
     return graph.replay

@@ -43,3 +43,26 @@ def test_a_rebound_stream_is_restored(suite: Suite) -> None:
     """
     ran = suite({"test_a.py": code}, "-n0")
     assert ran.outcomes == {"collected": 8, "passed": 5, "failed": 2, "skipped": 1}, ran.text
+
+
+@pytest.mark.needs_gpus(1)
+def test_on_a_gpu_the_handle_has_a_stream_of_its_own(suite: Suite) -> None:
+    code = """
+        import torch
+        from tilewright.launch.handles import get_stream, set_stream
+
+        def test_rebinds(handle):
+            assert handle.device.type == "cuda"
+            own = get_stream(handle)
+            assert own not in (None, 0, torch.cuda.current_stream(handle.device).cuda_stream)
+            globals()["own"] = own
+            other = torch.cuda.Stream(handle.device)
+            set_stream(handle, other)
+            assert get_stream(handle) == other.cuda_stream != own
+            torch.zeros(1, device=handle.device)
+            assert 0
+        def test_finds_it_back(handle): assert get_stream(handle) == own
+    """
+    ran = suite({"test_a.py": code}, "-n0")
+    assert ran.outcomes == {"collected": 2, "passed": 1, "failed": 1}, ran.text
+    assert ran.lines_with("assert 0")
