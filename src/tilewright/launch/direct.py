@@ -6,8 +6,8 @@ True. Of any other it returns False before anything is written, and the binder t
 every rule and every message; so what is accepted here is a subset of what is accepted there.
 
 Layouts are checked at each call, since a tensor's can change in place. What depends on addresses
-alone (alignment, overlaps, the packed parameters) is kept with a parameter block for the addresses
-that it was last filled for.
+alone is not: alignment and overlaps are looked at once for each set of addresses, and parameters
+are packed when the addresses are not those that a block was last filled for.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tilewright.launch.prepared import (
 DirectCall = Callable[[Any, Any, Any], bool]
 # Sets of keys that a plan makes a function for; packs with others take the general way.
 _MAX_FUNCTIONS = 64
+# Sets of addresses that a function remembers as plain; past that it starts anew.
+_MAX_PLAIN = 256
 # What a kernel may assume of a pointer that it does not list: nothing past the element's own.
 _KERNEL_ALIGNMENT_MASK = 15
 
@@ -96,6 +98,7 @@ def _generate(
         "pop": pool.pop,
         "give": pool.give,
         "make": pool.make,
+        "plain": set(),
     }
     lines = [
         "def call(pack, workspace, stream):",
@@ -135,9 +138,13 @@ def _generate(
         " except IndexError:",
         "  entry = make()",
         " if entry[0] != facts:",
-        f"  if {' or '.join(_refusals(binder, given, spans, needs_aligned)) or 'False'}:",
-        "   give(entry)",
-        "   return False",
+        "  if facts not in plain:",
+        f"   if {' or '.join(_refusals(binder, given, spans, needs_aligned)) or 'False'}:",
+        "    give(entry)",
+        "    return False",
+        f"   if len(plain) >= {_MAX_PLAIN}:",
+        "    plain.clear()",
+        "   plain.add(facts)",
         "  entry[0] = None",
     ]
     for position, launch in enumerate(pool.launches):
