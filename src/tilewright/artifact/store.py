@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -193,7 +192,7 @@ class Store:
         return gone
 
     def _write(self, path: Path, data: bytes) -> str:
-        draft = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+        draft = path.with_name(f".{path.stem}.{os.getpid()}.{os.urandom(8).hex()}.tmp")
         is_made = False
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

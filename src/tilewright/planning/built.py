@@ -11,7 +11,6 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.binder import Binder, VariantPack
 from tilewright.launch.context import outside_modes
-from tilewright.launch.cuda_graphs import graph_handle
 from tilewright.launch.direct import DirectCalls
 from tilewright.launch.slots import in_place_pairs, make_slots
 from tilewright.planning.plans import Plan
@@ -57,7 +56,7 @@ class BuiltPlan:
     def populate_cuda_graph(self, pack: VariantPack, workspace: Any, cuda_graph: Any) -> None:
         """Add a checked call's kernels to a CUDA graph; see ``Graph.populate_cuda_graph``."""
         populate = self._graph_method("populate", "populate_cuda_graph")
-        handle = graph_handle(cuda_graph)
+        handle = _graph_handle(cuda_graph)
         populate(self.binder.bind(pack, workspace), workspace, handle)
 
     def update_cuda_graph(
@@ -65,7 +64,7 @@ class BuiltPlan:
     ) -> None:
         """Rebind a populated CUDA graph; see ``Graph.update_cuda_graph``."""
         update = self._graph_method("update", "update_cuda_graph")
-        handle = graph_handle(cuda_graph)
+        handle = _graph_handle(cuda_graph)
         update(self.binder.bind(pack, workspace), workspace, handle, instance)
 
     def _graph_method(self, name: str, asked: str) -> Any:
@@ -89,3 +88,10 @@ class BuiltPlan:
         ):
             return
         self.executable.execute(self.binder.bind(pack, workspace), workspace, stream)
+
+
+def _graph_handle(cuda_graph: Any) -> int:
+    # Few programs build CUDA graphs themselves; the others need not load it.
+    from tilewright.launch.cuda_graphs import graph_handle
+
+    return graph_handle(cuda_graph)

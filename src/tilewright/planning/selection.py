@@ -9,12 +9,12 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.planning.devices import DeviceProperties
-from tilewright.planning.explain import Explanation
 from tilewright.planning.plans import EngineVerdict, Plan
 from tilewright.planning.table import ENGINE_TABLE, engine_by_id, engine_by_name
 
 if TYPE_CHECKING:
     from tilewright.planning.built import BuiltPlan
+    from tilewright.planning.explain import Explanation
 
 
 class PlanSelection(DeclaredGraph):
@@ -194,6 +194,8 @@ class PlanSelection(DeclaredGraph):
 
     def explain(self) -> Explanation:
         """Why each engine took or declined the graph, what is barred, and what runs."""
+        from tilewright.planning.explain import Explanation
+
         plans = self._require_plans()
         indices = self._open_indices()
         chosen = self._selected if self._selected is not None else next(iter(indices), None)

@@ -13,7 +13,6 @@ from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.compiled.resolved import Codes, ResolvedKernel, ResolvedPlan
 from tilewright.errors import NotSupportedError
-from tilewright.launch import cuda_graphs
 from tilewright.launch.binder import Binder, Binding, workspace_pointer, workspace_view
 from tilewright.launch.cuda_driver import load_module
 from tilewright.launch.direct import DirectCalls
@@ -67,12 +66,16 @@ class CudaExecutable:
 
     def populate(self, binding: Binding, workspace: Any, cuda_graph: int) -> None:
         """Add one call's kernels to an empty CUDA graph; see ``launch.cuda_graphs``."""
+        from tilewright.launch import cuda_graphs
+
         cuda_graphs.populate(self._bound(binding, workspace), cuda_graph, self._device_index)
 
     def update(
         self, binding: Binding, workspace: Any, cuda_graph: int, instance: int | None
     ) -> None:
         """Give a populated CUDA graph, and its instance, another call's operands."""
+        from tilewright.launch import cuda_graphs
+
         bound = self._bound(binding, workspace)
         cuda_graphs.update(bound, cuda_graph, self._device_index, instance)
 

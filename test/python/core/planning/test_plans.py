@@ -88,7 +88,7 @@ def test_ids_and_names_are_append_only() -> None:
         (2, "hopper"),
         (3, "cudnn"),
     ]
-    assert [(knob.name, knob.value) for knob in tw.knob_type][:7] == [
+    assert [(knob.name, knob.value) for knob in tw.knob_type][:8] == [
         ("TILE_M", 0),
         ("TILE_N", 1),
         ("TILE_K", 2),
