@@ -41,11 +41,14 @@ def guarded(layout: Layout, pattern: int) -> Guarded:
 def guarded_copy(tensor: torch.Tensor, pattern: int) -> Guarded:
     """A copy of an operand, strides and shared elements included, amid guards."""
     buffer = guarded(Layout.of(tensor), pattern)
-    stepped = tuple(
-        slice(0, 1) if step == 0 else slice(None) for step in tensor.stride()
-    )  # a broadcast axis is one element
-    buffer.view[stepped].copy_(tensor.detach()[stepped])
+    copy_elements(buffer.view, tensor)
     return buffer
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a tensor of the same layout; a broadcast axis is one element."""
+    stepped = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+    target[stepped].copy_(source.detach()[stepped])
 
 
 def guard_all(tensors: Tensors, pattern: int) -> dict[str, Guarded]:
@@ -84,7 +87,7 @@ def with_gaps(layout: Layout) -> Layout:
 
 def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, shape (*dim, itemsize): NaNs compare as what they are."""
-    dense = tensor.detach().contiguous()
+    dense = tensor.detach().contiguous().reshape(-1)
     return dense.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
 
 

@@ -13,6 +13,7 @@ from tilewright.testing.detectors.guards import (
     NAN_PATTERN,
     all_bytes,
     changed_names,
+    copy_elements,
     differing,
     guard_all,
     guarded,
@@ -218,7 +219,7 @@ def _disjoint_slices(subject: Subject, operands: Tensors, outputs: Tensors) -> s
         placed[name] = flat.as_strided(tensor.shape, tensor.stride())
         start += spans[name]
         if name in operands:
-            placed[name].copy_(tensor)
+            copy_elements(placed[name], tensor)
     inputs = {name: placed[name] for name in operands}
     results = {name: placed[name] for name in outputs}
     expected = subject.call(views(guard_all(operands, NAN_PATTERN)))

@@ -85,17 +85,25 @@ class Subject:
         if name in self.others:
             tensor.copy_(self.others[name])
             return
-        other = tensor.clone().flatten().flip(0).reshape(tensor.shape)
+        other = turned_round(tensor).reshape(tensor.shape)
         if tensor.dtype.is_floating_point and tensor.element_size() > 1:
             other = other * 0.5 + (0.0625 if tensor.numel() > 1 else 0.0)
         tensor.copy_(other)
 
 
+def turned_round(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in reverse order, (numel,), also of types that cannot be flipped as such."""
+    flat = tensor.clone().flatten()
+    if tensor.dtype.itemsize == 1:
+        return flat.view(torch.uint8).flip(0).view(tensor.dtype)
+    return flat.flip(0)
+
+
 def named(operands: Operands) -> dict[str, torch.Tensor]:
-    """Operands by name; those of a sequence are "0", "1", ..."""
+    """Operands by name, without autograd; those of a sequence are "0", "1", ..."""
     if isinstance(operands, Mapping):
-        return dict(operands)
-    return {str(position): tensor for position, tensor in enumerate(operands)}
+        return {name: tensor.detach() for name, tensor in operands.items()}
+    return {str(position): tensor.detach() for position, tensor in enumerate(operands)}
 
 
 def as_subject(target: Any) -> Subject:

@@ -23,6 +23,7 @@ from tilewright.testing.detectors.subject import (
     Tensors,
     as_subject,
     named,
+    turned_round,
 )
 from tilewright.testing.detectors.verdict import Rule, Verdict, asserting
 
@@ -152,7 +153,7 @@ def _axes(operands: Tensors, names: Sequence[str] | None) -> list[tuple[str, int
 
 def _decoy_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Valid values of the operand, in another order and other than its own."""
-    values = tensor.flatten().flip(0)
+    values = turned_round(tensor)
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
         values = values * -0.75 + 0.125
     return values.repeat(-(-count // max(values.numel(), 1)))[:count]
