@@ -173,14 +173,13 @@ class NormProblem:
         """The plan of a shape without elements.
 
         Raises:
-            NotSupportedError: if statistics over nothing would have to be written.
+            NotSupportedError: if something over nothing would have to be written.
         """
-        if self.plane.rows and any(
-            self._is_made(name) for name in self.tensors if name in _OPTIONAL
-        ):
+        made = any(self._is_made(name) for name in self.tensors if name in _OPTIONAL)
+        if self.fusion.maxima or (self.plane.rows and made):
             x = self.tensors["x"]
             raise NotSupportedError(
-                f"tensor {x.label()} (input) has dim {x.dim}; the kernels have no statistics of "
+                f"tensor {x.label()} (input) has dim {x.dim}; the kernels have no statistic of "
                 "no element"
             )
         return KernelPlan(())

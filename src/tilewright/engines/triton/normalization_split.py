@@ -359,7 +359,7 @@ def plan(problem: NormProblem, slots: Mapping[int, int], sm_count: int) -> Kerne
 def apply_plan(problem: NormProblem, slots: Mapping[int, int], sm_count: int) -> KernelPlan:
     """The third kernel alone, over statistics that are given."""
     if 0 in (problem.plane.rows, problem.plane.columns):
-        return KernelPlan(())
+        return problem.empty_plan()
     plans = []
     for is_aligned in (True, False):
         assembly = Assembly(slots, is_aligned=is_aligned)

@@ -231,6 +231,8 @@ DECLINES: list[tuple[str, Any, str]] = [
         c.norm("rmsnorm", x, (1, 8)), c.graph.gen_index(x, 1)), "elementwise operations of values"),
     ("a statistic", lambda c, x, s: c.graph.mul(x, c.graph.rmsnorm(
         PHASES.TRAINING, x, s, None, c.graph.tensor_scalar(1e-3))[1]), "pass on Y alone"),
+    ("a maximum of nothing", lambda c, x, s: c.graph.reduction(
+        c.norm("rmsnorm", c.graph.tensor((0, 8)), (1, 8)), AMAX).set_dim((1, 1)), "of no element"),
     ("a small result", lambda c, x, s: [
         c.graph.abs(s).set_output(True), c.norm("rmsnorm", x, (1, 8))][1], "results have"),
 ]  # fmt: skip
