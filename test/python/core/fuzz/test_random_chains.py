@@ -124,7 +124,7 @@ def check_chains(seed: int, count: int) -> Counts:
 
 @pytest.mark.L0
 def test_a_sample_of_random_chains() -> None:
-    check_chains(seed=0, count=40)
+    check_chains(seed=0, count=25)
 
 
 @pytest.mark.L1

@@ -476,11 +476,10 @@ def test_a_decline_names_the_rule(declare: Any, reason: str) -> None:
 
 CHILD = """
 import json
-import sys
 import tilewright as tw
 from tilewright.engines.compiled.code_cache import key_of
 from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
-from tilewright.engines.triton import pointwise, pointwise_layout
+from tilewright.engines.triton import pointwise
 
 M = tw.reduction_mode
 
@@ -489,13 +488,6 @@ def chain(kind, rows, width):
     x, b, r = (graph.tensor(dim) for dim in ((rows, width), (1, width), (rows, width)))
     y = graph.add(graph.gelu(graph.bias(graph.mul(x, graph.tensor_scalar(0.5)), b)), r)
     y.set_output(True)
-    return graph
-
-def softmax(kind, rows, width):
-    graph = tw.Graph(io_data_type=kind, intermediate_data_type="float32")
-    x = graph.tensor((rows, width))
-    part = graph.exp(graph.sub(x, graph.reduction(x, M.MAX).set_dim((rows, 1))))
-    graph.div(part, graph.reduction(part, M.ADD).set_dim((rows, 1))).set_output(True)
     return graph
 
 def columns(kind, rows, width):
@@ -510,17 +502,8 @@ def whole(kind, rows, width):
     graph.reduction(graph.abs(x), M.NORM2).set_dim((1, 1)).set_output(True)
     return graph
 
-def transposed(kind, rows, width):
-    graph = tw.Graph(io_data_type=kind, intermediate_data_type="float32")
-    y = graph.tanh(graph.transpose(graph.tensor((rows, width)), (1, 0))).set_output(True)
-    y.set_dim((width, rows)).set_stride((rows, 1))
-    return graph
-
 results = []
-for declare, kind in (
-    (chain, "bfloat16"), (softmax, "float32"), (columns, "float16"), (transposed, "float64"),
-    (whole, "bfloat16"),
-):
+for declare, kind in ((chain, "bfloat16"), (columns, "float16"), (whole, "float32")):
     made = []
     for size in ((512, 4096), (1024, 8192)):
         graph = declare(kind, *size)
@@ -560,11 +543,11 @@ def test_generated_kernels_compile_for_four_targets() -> None:
     # B18: the call site has one argument for each run-time parameter.
     results = child()
     assert {tuple(result["target"]) for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
-    assert len(results) == 6 * 4
+    assert len(results) == 4 * 4
     for result in results:
         assert result["bytes"] > 1000
         assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
     # A2: different code has different keys, and extents that the code does not hold are in none.
     assert len({result["digest"] for result in results}) == len(results)
     pairs = [result["digests"] for result in results if "digests" in result]
-    assert [pair[0] == pair[1] for pair in pairs] == [True, False, False, True, True]
+    assert [pair[0] == pair[1] for pair in pairs] == [True, False, True]

@@ -104,9 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dim", "rotated", "angles"), CASES, ids=str)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backward", [False, True])
 def test_results_equal_the_formula_bit_for_bit(
     dim: tuple[int, ...], rotated: int, angles: tuple[int, ...], dtype: torch.dtype, backward: bool
@@ -135,6 +133,15 @@ def test_large_angles_signed_zeros_and_non_finite_values() -> None:
     for backward in (False, True):
         got = rotate(x, freqs.contiguous(), backward=backward)
         assert same_bits(got, formula(x, freqs, 32, 1.0, backward=backward))
+
+
+def test_types_may_differ() -> None:
+    x, freqs = draw((1, 2, 4, 8), torch.float16), draw((1, 1, 4, 4), torch.bfloat16, seed=1) * 1e3
+    out = torch.empty_like(x, dtype=torch.float32)
+    want = formula(x.float(), freqs, 8, 1.0)
+    assert same_bits(rotate(x, freqs, out=out), want)
+    out = torch.empty_like(x)
+    assert same_bits(rotate(x, freqs, out=out), want.half())
 
 
 def test_angles_of_float64_are_rounded_to_float32_first() -> None:
@@ -228,12 +235,12 @@ for kind, dtype, extent, rotated in (
     getattr(graph, kind)(x, freqs, 0.5, rotated).set_output(True)
     graph.validate()
     plan = rope.plan(graph, (), 4)
-    for chosen in (plan, plan.fallback):
+    for chosen, targets in ((plan, TARGETS), (plan.fallback, TARGETS[1:2])):
         for kernel in chosen.kernels:
             names = list(kernel.spec.function.arg_names)
             given = [name for name, _ in kernel.spec.types]
             constants = [name for name, _ in kernel.spec.constants]
-            for target in TARGETS:
+            for target in targets:
                 code = compile_kernel(kernel.spec, target)
                 text = texts.pop()
                 results.append({
@@ -262,7 +269,7 @@ def test_every_kernel_compiles_for_four_targets_without_approximations() -> None
     assert child.returncode == 0, child.stderr
     results = json.loads(child.stdout)
     assert {tuple(result["target"]) for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
-    assert len(results) == 2 * 2 * 4
+    assert len(results) == 2 * (4 + 1)
     for result in results:
         assert result["bytes"] > 1000
         assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
