@@ -264,6 +264,8 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     problem = forward_problem(fusion_of(graph))
     if 0 in (problem.plane.rows, problem.plane.columns):
         problem.empty_plan()
+    # What cannot be written into a kernel is said here, not when the plan is built.
+    fused_kernel(norm_forward, problem.fusion, WHOLE_ROWS, problem.fused_names)
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
     if is_split(problem):
         return [Proposal((), 1.0, notes)]

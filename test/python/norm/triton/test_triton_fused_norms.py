@@ -233,6 +233,8 @@ DECLINES: list[tuple[str, Any, str]] = [
         PHASES.TRAINING, x, s, None, c.graph.tensor_scalar(1e-3))[1]), "pass on Y alone"),
     ("a maximum of nothing", lambda c, x, s: c.graph.reduction(
         c.norm("rmsnorm", c.graph.tensor((0, 8)), (1, 8)), AMAX).set_dim((1, 1)), "of no element"),
+    ("64-bit integers", lambda c, x, s: c.graph.identity(
+        c.norm("rmsnorm", x, (1, 8))).set_data_type("int64"), "write no INT64"),
     ("a small result", lambda c, x, s: [
         c.graph.abs(s).set_output(True), c.norm("rmsnorm", x, (1, 8))][1], "results have"),
 ]  # fmt: skip
