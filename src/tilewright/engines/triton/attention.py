@@ -37,6 +37,7 @@ from tilewright.engines.triton.attention_dropout import draws_kernel
 from tilewright.engines.triton.attention_loop import (
     attend,
     attend_ahead,
+    is_spoilt,
     load_piece,
     scalar_value,
 )
@@ -219,7 +220,7 @@ def attention_forward(
                     k_row, v_row, k_col, v_col, batch, key_head, full_start, full_end, end,
                     row[:, None], count_kv, shift, left, right, factor,
                     D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT,
-                    HAS_LEFT, HAS_RIGHT,
+                    HAS_LEFT, HAS_RIGHT, len_kv is None,
                 )  # fmt: skip
         elif part != 2 or not IS_AHEAD:
             acc, acc_2, total, top = attend(
@@ -232,7 +233,28 @@ def attention_forward(
                 D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
                 is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
                 CAP_DIVIDES, SCORE_PROGRAM, has_block_mask, has_philox, THRESHOLD, has_drop_mask,
-                FOLDS_SCALE, part != 1,
+                FOLDS_SCALE, part != 1, False,
+            )  # fmt: skip
+
+    # Values that a row does not see do not exist, NaN and infinity included; they are rare.
+    if HAS_LEFT or HAS_RIGHT or has_bias:
+        if is_spoilt(acc, acc_2, DV_BLOCK_2 > 0):
+            acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+            if DV_BLOCK_2 > 0:
+                acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            acc, acc_2, total, top = attend(
+                acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
+                k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
+                first, end, first_row, row[:, None], count_kv, shift, left, right, factor,
+                inner, outer, number_0, number_1, number_2, number_3, batch, head,
+                bias_at, bias_col, slope, line, keys, seed_value, offset_value,
+                drop_at, drop_col, mask_at, mask_row, mask_col, in_rows[:, None],
+                D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
+                is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
+                CAP_DIVIDES, SCORE_PROGRAM, has_block_mask, has_philox, THRESHOLD, has_drop_mask,
+                FOLDS_SCALE, True, True,
             )  # fmt: skip
 
     if sink is not None:

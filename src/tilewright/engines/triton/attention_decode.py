@@ -23,6 +23,7 @@ from tilewright.engines.triton.attention_arguments import KernelArguments, add_f
 from tilewright.engines.triton.attention_config import ForwardConfig, pieces, power_of_two
 from tilewright.engines.triton.attention_loop import (
     attend,
+    is_spoilt,
     load_piece,
     scalar_value,
 )
@@ -220,7 +221,27 @@ def attention_decode(
                 None, 0, None, 0, 0, in_rows[:, None],
                 D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
                 is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
-                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, part != 1,
+                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, part != 1, False,
+            )  # fmt: skip
+
+    # Values that a row does not see do not exist, NaN and infinity included; they are rare.
+    if HAS_LEFT or HAS_RIGHT or has_bias:
+        if is_spoilt(acc, acc_2, DV_BLOCK_2 > 0):
+            acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+            if DV_BLOCK_2 > 0:
+                acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            acc, acc_2, total, top = attend(
+                acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
+                k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
+                first, end, 0, row[:, None], count_kv, shift, left, right, factor,
+                inner, outer, number_0, number_1, number_2, number_3, batch, head[:, None],
+                bias_at, bias_col, slope, None, keys, None, None,
+                None, 0, None, 0, 0, in_rows[:, None],
+                D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
+                is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
+                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, True, True,
             )  # fmt: skip
 
     if is_split:

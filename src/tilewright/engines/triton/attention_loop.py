@@ -94,9 +94,9 @@ def block_start(
 def add_product(weights, values, seen, acc, CHECKS: tl.constexpr):
     """acc + weights @ values, in which values that a row does not see do not exist.
 
-    A weight of 0 times NaN or infinity would be NaN. Such values are rare: they are looked for
-    (``CHECKS``) only where rows of one tile see different keys, and then marked by a product of
-    their own: n(+inf) + 256 n(-inf) + 65504 n(NaN) over the keys that a row sees.
+    A weight of 0 times NaN or infinity would be NaN. Such values are rare: with CHECKS they are
+    looked for, and then marked by a product of their own: n(+inf) + 256 n(-inf) + 65280 n(NaN) over
+    the keys that a row sees.
     """
     kind: tl.constexpr = values.dtype
     if CHECKS:
@@ -120,6 +120,15 @@ def add_product(weights, values, seen, acc, CHECKS: tl.constexpr):
         return acc
     else:
         return dot(weights.to(kind), values, acc)
+
+
+@triton.jit
+def is_spoilt(acc, acc_2, HAS_SECOND: tl.constexpr):
+    """True if a sum is not finite: then a value was not, which not every row need see."""
+    count = tl.sum(tl.sum((~(tl.abs(acc) < float("inf"))).to(tl.int32), 1), 0)
+    if HAS_SECOND:
+        count += tl.sum(tl.sum((~(tl.abs(acc_2) < float("inf"))).to(tl.int32), 1), 0)
+    return count > 0
 
 
 @triton.jit
@@ -196,17 +205,17 @@ def attend(
     HAS_DROP_MASK: tl.constexpr,
     FOLDS_SCALE: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    CHECKS: tl.constexpr,
 ):
     """Keys [start, stop) for one tile of queries; returns (acc, acc_2, total, top).
 
     ``row`` is (M, 1); what depends on the head is a scalar or (M, 1) as well. Without IS_MASKED
-    every key of the range is seen by every row, as far as lengths and the band go. ``scale`` is in
-    base 2 if FOLDS_SCALE. ``start`` is a multiple of BLOCK_N.
+    every key of the range is seen by every row, as far as lengths and the band go. Without CHECKS
+    a value that is not finite makes the sums of rows that do not see it NaN: ``is_spoilt`` tells.
+    ``scale`` is in base 2 if FOLDS_SCALE. ``start`` is a multiple of BLOCK_N.
     """
     has_program: tl.constexpr = SCORE_PROGRAM is not None
     changes: tl.constexpr = HAS_BIAS or HAS_ALIBI or HAS_SOFT_CAP or has_program
-    # Rows of one tile may see different keys, or none at all.
-    hides: tl.constexpr = HAS_BIAS or (IS_MASKED and (HAS_LEFT or HAS_RIGHT))
     within = tl.arange(0, BLOCK_N)
     for first in range(start, stop, BLOCK_N):
         first = core.to_tensor(first)
@@ -280,13 +289,13 @@ def attend(
             acc = acc * fade[:, None]
             v = load_piece(v_first, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, IS_MASKED)
             is_seen = score != -float("inf")
-            acc = add_product(weights, v, is_seen, acc, hides)
+            acc = add_product(weights, v, is_seen, acc, CHECKS)
             if DV_BLOCK_2 > 0:
                 acc_2 = acc_2 * fade[:, None]
                 v_2 = load_piece(
                     v_first, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, IS_MASKED
                 )
-                acc_2 = add_product(weights, v_2, is_seen, acc_2, hides)
+                acc_2 = add_product(weights, v_2, is_seen, acc_2, CHECKS)
     return acc, acc_2, total, top
 
 
@@ -325,12 +334,13 @@ def attend_ahead(
     D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Keys [start, end) of plain scores, those of [start, stop) seen by every row; as ``attend``.
 
     The product for a block is begun before the softmax of the one before it, so that tensor cores
-    work while exponentials are taken. ``scale`` is positive and in base 2.
+    work while exponentials are taken. ``scale`` is positive and in base 2. IS_WHOLE: no length
+    is given, so that what is beyond the last key is beyond the operand, where a map gives 0.
     """
     within = tl.arange(0, BLOCK_N)
     v_token = within.to(tl.int64) * v_row * UNIT
@@ -374,13 +384,16 @@ def attend_ahead(
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
         top = new_top
-        at = v_at + first.to(tl.int64) * v_row * UNIT
-        in_keys = col < len_kv
-        v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, True)
-        acc = add_product(weights, v, seen, acc * fade[:, None], HAS_LEFT or HAS_RIGHT)
+        if v_map is not None and IS_WHOLE:
+            v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
+        else:
+            at = v_at + first.to(tl.int64) * v_row * UNIT
+            in_keys = col < len_kv
+            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, True)
+        acc = dot(weights.to(v.dtype), v, acc * fade[:, None])
         if DV_BLOCK_2 > 0:
             v_2 = load_piece(at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, True)
-            acc_2 = add_product(weights, v_2, seen, acc_2 * fade[:, None], HAS_LEFT or HAS_RIGHT)
+            acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
         if first + BLOCK_N < end:
             score = raw_scores(
                 q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
