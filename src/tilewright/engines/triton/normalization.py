@@ -315,8 +315,8 @@ def row_plan(
     row_integers(assembly, grounds, problem.tensors["x"])
     assembly.integer("trips", triton.cdiv(tiles, programs))
     affine = [grounds.steps[name] for name in ("scale", "bias") if name in problem.tensors]
-    if config.programs and not any(steps.varies_by_row for steps in affine):
-        affine_rows = 0
+    if not any(steps.varies_by_row for steps in affine):
+        affine_rows = 0 if config.programs else 1
     else:
         # Rows of a tile that lie within one of the outer axis share what varies along that only.
         is_shared = grounds.inner_rows % config.rows == 0 and not any(s.row_inner for s in affine)
