@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 # The exact test walks a Diophantine problem; this bounds its work. Undecided counts as a clash.
 _MAX_WORK = 100_000
 
@@ -40,6 +38,9 @@ def ranges_clash(first: ByteRange, second: ByteRange) -> bool:
     """
     if first.start >= second.stop or second.start >= first.stop:
         return False
+    # Few calls come here, and a process that makes none need not load it.
+    import numpy as np
+
     try:
         return np.shares_memory(
             np.asarray(_Interface(first)), np.asarray(_Interface(second)), max_work=_MAX_WORK
