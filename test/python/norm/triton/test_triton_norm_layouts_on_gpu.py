@@ -137,6 +137,44 @@ def test_residual_add_norm_quantized_with_its_amax() -> None:
     assert quantized.float().abs().max().item() == 448.0
 
 
+def test_replay_reads_operands_and_initializes_the_maximum() -> None:
+    # L9, B16: input, scale factor and poisoned outputs changed after capture show in the replay.
+    x = torch.randn(256, 1024, device="cuda").bfloat16()
+    scale = torch.randn(1, 1024, device="cuda").bfloat16()
+    factor = torch.ones(1, 1, device="cuda")
+    graph = declare(torch.bfloat16)
+    tensors = [graph.tensor_like(t) for t in (x, scale, factor)]
+    epsilon = graph.tensor_scalar(EPSILON)
+    y = graph.rmsnorm(PHASES.INFERENCE, tensors[0], tensors[1], None, epsilon)[0]
+    result = graph.mul(y, tensors[2]).set_output(True)
+    amax = graph.reduction(result, tw.reduction_mode.AMAX).set_output(True).set_dim((1, 1))
+    amax.set_stride((1, 1)).set_data_type("float32")
+    graph.build()
+    assert graph.selected_engine == "triton"
+    found, largest = torch.empty_like(x), torch.empty(1, 1, device="cuda")
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    pack = {**dict(zip(tensors, (x, scale, factor), strict=True)), result: found, amax: largest}
+    frame = graph.bind(pack, workspace)
+    frame.launch()
+    torch.cuda.synchronize()
+    recorded = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(recorded):
+            frame.launch()
+        for number in (3.0, 0.25):
+            x.normal_()
+            factor.fill_(number)
+            found.fill_(torch.nan)
+            largest.fill_(torch.inf)
+            recorded.replay()
+            torch.cuda.synchronize()
+            want = F.rms_norm(x.double(), (1024,), scale[0].double(), EPSILON) * number
+            close(found, want, 2**-8)
+            assert largest.item() == found.abs().max().item()
+    finally:
+        recorded.reset()
+
+
 @pytest.mark.parametrize("kind", ["batchnorm", "instancenorm", "adalayernorm"])
 def test_strides_beyond_32_bits_are_addressed(kind: str) -> None:
     # B1: the address truncated to 32 bits holds a decoy inside the allocation, on both sides.
