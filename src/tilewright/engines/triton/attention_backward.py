@@ -171,10 +171,11 @@ class _Call:
         self._statistics(arguments)
         has_tail = spec.len_kv is not None or spec.keys % config.keys_keys != 0
         masks_all = spec.has_bias or spec.has_block_mask
+        may_mask = has_tail or masks_all or spec.right is not None
         arguments.constant(
             IS_EVEN=spec.len_q is None and spec.rows % config.keys_rows == 0,
-            MAY_MASK=has_tail or masks_all or spec.right is not None,
-            MASKS_ALL=masks_all,
+            MAY_MASK=may_mask or (config.one_loop and spec.left is not None),
+            MASKS_ALL=masks_all or (config.one_loop and (may_mask or spec.left is not None)),
             STAGES=config.keys_stages,
         )
         tiles = triton.cdiv(spec.keys, config.keys_keys)

@@ -17,7 +17,11 @@ PADDED_TO = 128
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles (rows by keys), warps and stages of the kernel over keys and of that over rows."""
+    """Tiles (rows by keys), warps and stages of the kernel over keys and of that over rows.
+
+    ``one_loop`` makes the kernel over keys mask every tile where some need it. On SM90 the
+    assembler otherwise waits after every product: sums in flight may not go from loop to loop.
+    """
 
     keys_rows: int
     keys_keys: int
@@ -28,6 +32,7 @@ class BackwardConfig:
     rows_warps: int
     rows_stages: int
     atomics: bool = False
+    one_loop: bool = False
 
     def knobs(self) -> Knobs:
         """The kernel over keys, and whether it adds dQ; the other kernel follows."""
@@ -48,15 +53,17 @@ class BackwardConfig:
             keys_warps=knobs.get(knob_type.WARPS, self.keys_warps),
             keys_stages=knobs.get(knob_type.STAGES, self.keys_stages),
             atomics=bool(knobs.get(knob_type.ATOMICS, self.atomics)),
+            # With atomics there is a product to wait for at the end of each step.
+            one_loop=not knobs.get(knob_type.ATOMICS, self.atomics),
         )
 
 
 def candidates(spec: AttentionSpec, *, is_deterministic: bool) -> list[BackwardConfig]:
     """Configs for a declaration, the quickest first; at least one is deterministic."""
-    fixed = _fitted(spec, _tiles(spec))
+    fixed = replace(_fitted(spec, _tiles(spec)), one_loop=True)
     if is_deterministic or spec.data_type is DataType.FLOAT or not _gains_by_atomics(spec):
         return [fixed]
-    return [replace(fixed, atomics=True), fixed]
+    return [replace(fixed, atomics=True, one_loop=False), fixed]
 
 
 def _gains_by_atomics(spec: AttentionSpec) -> bool:
