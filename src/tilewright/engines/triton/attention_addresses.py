@@ -27,27 +27,3 @@ def sequence_start(offsets, batch, offset_step, multiplier, batch_step, IS_RAGGE
         return tl.load(offsets + batch.to(tl.int64) * offset_step).to(tl.int64) * multiplier
     else:
         return batch.to(tl.int64) * batch_step
-
-
-@triton.jit
-def token_offsets(
-    token,
-    inside,
-    row_step,
-    table_at,
-    table_step,
-    page_step,
-    PAGE: tl.constexpr,
-    IS_PAGED: tl.constexpr,
-):
-    """Elements from a sequence's (or container's) start to each of its tokens, int64.
-
-    Paged: token t is row t % PAGE of page ``table[t // PAGE]``; entries of tokens that are not
-    ``inside`` are not read.
-    """
-    if IS_PAGED:
-        entry = table_at + (token // PAGE).to(tl.int64) * table_step
-        page = tl.load(entry, mask=inside, other=0).to(tl.int64)
-        return page * page_step + (token % PAGE).to(tl.int64) * row_step
-    else:
-        return token.to(tl.int64) * row_step

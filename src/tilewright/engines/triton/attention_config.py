@@ -128,6 +128,7 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
     programs = PROGRAMS_A_MULTIPROCESSOR * sm_count
     units = spec.batch * spec.heads_kv
     is_whole = units >= programs or spec.keys <= 2 * block_n or spec.batch > MAX_DEALT_BATCH
-    return ForwardConfig(
-        max(MIN_BLOCK, power_of_two(packed)), block_n, 4, 3, 1 if is_whole else programs
-    )
+    # Two programs with four stages share 227 KiB; the parts of SM120 have 99.
+    has_room = sm_count in _SM90_MULTIPROCESSORS | _SM100_MULTIPROCESSORS
+    block_m, stages = max(MIN_BLOCK, power_of_two(packed)), 4 if has_room else 3
+    return ForwardConfig(block_m, block_n, 4, stages, 1 if is_whole else programs)

@@ -2,8 +2,9 @@
 
 The queries of all heads that share a key head form one tile, so keys are read once. The blocks of
 keys that all sequences have to read, known on the device alone, are dealt out in equal runs to
-about TARGET programs: a long sequence gets many of them, an empty one none. Each writes its sums;
-``attention_combine`` joins those of a sequence. Both compute the same deal from the lengths.
+about TARGET programs: a long sequence gets many of them, an empty one none. Each works out the deal
+for itself and writes its sums, the first one the deal too; ``attention_combine`` joins the sums of
+a sequence.
 
     (acc, total, top) of a union:  top = max top_i,  total = sum total_i exp2(top_i - top)
 
@@ -35,6 +36,8 @@ from tilewright.launch.workspace import plan_workspace
 # Elements of sums, rows by width aside, that a combining program holds at a time.
 _RUNS_AT_ONCE = 16
 _COMBINE_WARPS = 4
+# The kernels' names of what is in the workspace.
+_PARTS = ("part_acc", "part_total", "part_top", "part_deal")
 
 
 @triton.jit
@@ -65,7 +68,7 @@ def _deal(
 
 @triton.jit
 def attention_decode(
-    q, k, v, o, stats, smax, ssum, bias, sink, part_acc, part_total, part_top,
+    q, k, v, o, stats, smax, ssum, bias, sink, part_acc, part_total, part_top, part_deal,
     len_q, len_kv, k_table, v_table,
     q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3,
@@ -110,6 +113,9 @@ def attention_decode(
             LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT,
             BLOCK_N, BATCH_BLOCK, TARGET,
         )  # fmt: skip
+        if slot == 0:
+            tl.store(part_deal + index, runs, mask=index < batches)
+            tl.store(part_deal + batches + index, starts, mask=index < batches)
         # The last sequence with any run that starts at or before this slot.
         batch = tl.max(tl.where((starts <= slot) & (runs > 0), index, -1), 0)
         if batch < 0:
@@ -271,38 +277,30 @@ def attention_decode(
 
 @triton.jit
 def attention_combine(
-    o, stats, smax, ssum, sink, part_acc, part_total, part_top,
-    len_q, len_kv,
+    o, stats, smax, ssum, sink, part_acc, part_total, part_top, part_deal,
+    len_q,
     o_offsets, stats_offsets, smax_offsets, ssum_offsets,
     o_batch, o_head, o_row, o_col,
     stats_batch, stats_head, stats_row,
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
     sink_head,
-    len_q_step, len_kv_step,
+    len_q_step,
     o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
     o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-    batches, rows, keys, heads_kv, group, left, right,
-    LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
+    batches, rows, heads_kv, group,
+    LEN_Q_IS_SUM: tl.constexpr,
     DV: tl.constexpr, DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     ROW_BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    TARGET: tl.constexpr, O_UNIT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    STATS_LOG2: tl.constexpr,
+    O_UNIT: tl.constexpr, STATS_LOG2: tl.constexpr,
 ):  # fmt: skip
     """One program a (batch, query head): its rows' sums over all runs, RUN_BLOCK at a time."""
-    index, runs, starts, _ = _deal(
-        len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
-        LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT,
-        BLOCK_N, BATCH_BLOCK, TARGET,
-    )  # fmt: skip
     heads = heads_kv * group
     program = tl.program_id(0)
     head, batch = program % heads, program // heads
-    own = index == batch
-    count = tl.sum(tl.where(own, runs, 0), 0)
-    first_slot = tl.sum(tl.where(own, starts, 0), 0) + head // group
+    count = tl.load(part_deal + batch)
+    first_slot = tl.load(part_deal + batches + batch) + head // group
     count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
     row = tl.arange(0, ROW_BLOCK)
     in_declared = row < rows
@@ -361,14 +359,16 @@ def decode_plan(
         ("sums of values", cells * width * 4),
         ("sums of weights", cells * 4),
         ("maxima", cells * 4),
+        ("runs and first slots", spec.batch * 2 * 4),
     ]
     pieces_at = [piece.offset_bytes for piece in plan_workspace(scratch).pieces]
 
     def arguments() -> KernelArguments:
         given = KernelArguments(slots)
         add_forward_operands(given, spec, is_aligned=is_aligned)
-        for name, offset in zip(("part_acc", "part_total", "part_top"), pieces_at, strict=True):
-            given.scratch(name, "*fp32", offset if is_split else None)
+        for name, offset in zip(_PARTS, pieces_at, strict=True):
+            kind = "*i32" if name == "part_deal" else "*fp32"
+            given.scratch(name, kind, offset if is_split else None)
         rows = power_of_two(spec.rows)
         given.constant(
             BLOCK_M=config.block_m,

@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language import core
 
 from tilewright.engines.compiled.bf16 import dot
-from tilewright.engines.triton.attention_addresses import token_offsets
 from tilewright.engines.triton.attention_masks import (
     LOG2_E,
     changed_scores,
@@ -71,18 +70,35 @@ def load_piece(
 
 
 @triton.jit
+def pages_of(
+    first, len_kv, table, table_step,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, IS_PAGED: tl.constexpr,
+):  # fmt: skip
+    """The page of each token of a block, int64, or the one page that holds them all.
+
+    Entries of tokens beyond the length are not read.
+    """
+    if IS_PAGED and PAGE % BLOCK_N != 0:
+        token = first + tl.arange(0, BLOCK_N)
+        entry = table + (token // PAGE).to(tl.int64) * table_step
+        return tl.load(entry, mask=token < len_kv, other=0).to(tl.int64)
+    elif IS_PAGED:
+        entry = table + (first // PAGE).to(tl.int64) * table_step
+        return tl.load(entry, mask=first < len_kv, other=0).to(tl.int64)
+    else:
+        return 0
+
+
+@triton.jit
 def block_start(
-    at, first, within, in_keys, row_step, table, table_step, page_step,
+    at, first, within, row_step, page, page_step,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """(pointer to a block of tokens, elements from there to each of its tokens)."""
     if IS_PAGED and PAGE % BLOCK_N != 0:
-        token = token_offsets(
-            first + within, in_keys, row_step, table, table_step, page_step, PAGE, True
-        )
-        return at, token * UNIT
+        in_page = ((first + within) % PAGE).to(tl.int64)
+        return at, (page * page_step + in_page * row_step) * UNIT
     elif IS_PAGED:
-        page = tl.load(table + (first // PAGE).to(tl.int64) * table_step).to(tl.int64)
         start = page * page_step + (first % PAGE).to(tl.int64) * row_step
         return at + start * UNIT, within.to(tl.int64) * row_step * UNIT
     else:
@@ -217,23 +233,26 @@ def attend(
     has_program: tl.constexpr = SCORE_PROGRAM is not None
     changes: tl.constexpr = HAS_BIAS or HAS_ALIBI or HAS_SOFT_CAP or has_program
     within = tl.arange(0, BLOCK_N)
+    k_number = pages_of(start, len_kv, k_table, k_table_step, K_PAGE, BLOCK_N, IS_PAGED)
+    v_number = pages_of(start, len_kv, v_table, v_table_step, V_PAGE, BLOCK_N, IS_PAGED)
     for first in range(start, stop, BLOCK_N):
         first = core.to_tensor(first)
         col = first + within
         in_keys = col < len_kv
+        # Page numbers are loaded a block ahead, so that loads of keys need not wait for them.
+        next_k = pages_of(first + BLOCK_N, len_kv, k_table, k_table_step, K_PAGE, BLOCK_N, IS_PAGED)
+        next_v = pages_of(first + BLOCK_N, len_kv, v_table, v_table_step, V_PAGE, BLOCK_N, IS_PAGED)
         runs = True
         if HAS_BLOCK_MASK:
             runs = tile_is_open(mask_at, first_row, first, mask_row, mask_byte)
         if runs:
             # What changes of an address is a scalar, unless a block lies in several pages.
             k_first, k_token = block_start(
-                k_at, first, within, in_keys, k_row, k_table, k_table_step, k_page,
-                K_PAGE, BLOCK_N, UNIT, IS_PAGED,
-            )  # fmt: skip
+                k_at, first, within, k_row, k_number, k_page, K_PAGE, BLOCK_N, UNIT, IS_PAGED
+            )
             v_first, v_token = block_start(
-                v_at, first, within, in_keys, v_row, v_table, v_table_step, v_page,
-                V_PAGE, BLOCK_N, UNIT, IS_PAGED,
-            )  # fmt: skip
+                v_at, first, within, v_row, v_number, v_page, V_PAGE, BLOCK_N, UNIT, IS_PAGED
+            )
             k = load_piece(k_first, k_token, in_keys, k_col, 0, D_BLOCK, D, True, IS_MASKED)
             score = dot(q, k, tl.zeros((q.shape[0], BLOCK_N), tl.float32))
             if D_BLOCK_2 > 0:
@@ -296,6 +315,7 @@ def attend(
                     v_first, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, IS_MASKED
                 )
                 acc_2 = add_product(weights, v_2, is_seen, acc_2, CHECKS)
+        k_number, v_number = next_k, next_v
     return acc, acc_2, total, top
 
 
