@@ -60,6 +60,23 @@ def test_strides_beyond_32_bits_are_addressed(width: int) -> None:
     assert torch.equal(out, -x.t())
 
 
+def test_more_elements_than_32_bits_count() -> None:
+    # B2: no stride is wide, but the index is.
+    count = 2**32 + 1000
+    try:
+        x = torch.ones(count, dtype=torch.int8, device="cuda")
+        y = torch.zeros(count, dtype=torch.int8, device="cuda")
+    except torch.OutOfMemoryError:
+        pytest.skip("8 GiB of device memory are not free")
+    x[-1000:] = 3
+    graph = tw.Graph(io_data_type="int8")
+    graph.neg(graph.tensor((count,), name="x")).set_output(True).set_name("y")
+    graph.build()
+    assert graph.selected_engine == "triton"
+    graph.execute({"x": x, "y": y})
+    assert torch.all(y[-1000:] == -3) and torch.all(y[:-1000] == -1)
+
+
 def test_neither_bind_nor_launch_waits_or_allocates_and_replay_reads_anew() -> None:
     # L2, L3, L9.
     graph = build((WIDTH, 1), (WIDTH, 1), (64, WIDTH))
