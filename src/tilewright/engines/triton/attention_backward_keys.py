@@ -390,7 +390,7 @@ def attention_backward_keys(
             if (
                 (part == 1 and not MASKS_ALL)
                 or (part == 0 and MAY_MASK)
-                or (part == 2 and HAS_LEFT)
+                or (part == 2 and HAS_LEFT and not MASKS_ALL)
             ):
                 acc_k, acc_v = _rows_pass(
                     acc_k,
