@@ -22,6 +22,10 @@ MAX_DECODE_ROWS = 16
 MAX_PACKED_ROWS = 64
 # Programs that share a multiprocessor where keys are split.
 PROGRAMS_A_MULTIPROCESSOR = 2
+# Runs of keys: at most so long, unless that made more programs than this; no shorter than this.
+MAX_RUN_KEYS = 2048
+MAX_PROGRAMS_A_MULTIPROCESSOR = 16
+MIN_RUN_BLOCKS = 2
 # Each program reads the lengths of all sequences where keys are split.
 MAX_DEALT_BATCH = 1024
 
@@ -30,8 +34,8 @@ MAX_DEALT_BATCH = 1024
 class ForwardConfig:
     """``block_m`` queries by ``block_n`` keys a step, ``warps`` warps, ``stages`` of loads.
 
-    ``target`` is the number of programs that keys are dealt out to; 1 is one a key head, with no
-    combination behind it, and 0 is the kernel that does not pack queries of several heads.
+    ``splits`` is the number of runs that the longest sequence's keys are cut into; 1 is no cut, and
+    no combination behind it, and 0 is the kernel that does not pack queries of several heads.
     ``is_ahead``: a block's product is begun before the softmax of the one before it, which pays
     where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
     """
@@ -40,7 +44,7 @@ class ForwardConfig:
     block_n: int
     warps: int
     stages: int
-    target: int = 0
+    splits: int = 0
     is_ahead: bool = False
     has_maps: bool = False
 
@@ -52,7 +56,7 @@ class ForwardConfig:
             (knob_type.WARPS, self.warps),
             (knob_type.STAGES, self.stages),
         )
-        return (*knobs, (knob_type.SPLIT_K, self.target)) if self.target else knobs
+        return (*knobs, (knob_type.SPLIT_K, self.splits)) if self.splits else knobs
 
     def with_knobs(self, knobs: Mapping[knob_type, int]) -> ForwardConfig:
         """This config with what the knobs say."""
@@ -62,7 +66,7 @@ class ForwardConfig:
             block_n=knobs.get(knob_type.TILE_N, self.block_n),
             warps=knobs.get(knob_type.WARPS, self.warps),
             stages=knobs.get(knob_type.STAGES, self.stages),
-            target=knobs.get(knob_type.SPLIT_K, self.target),
+            splits=knobs.get(knob_type.SPLIT_K, self.splits),
         )
 
 
@@ -125,10 +129,23 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
     block_n = 128 if width <= 64 else 64 if width <= 128 else 32
     if width > 256:
         block_n = 16
-    programs = PROGRAMS_A_MULTIPROCESSOR * sm_count
-    units = spec.batch * spec.heads_kv
-    is_whole = units >= programs or spec.keys <= 2 * block_n or spec.batch > MAX_DEALT_BATCH
+    splits = _splits(spec, block_n, sm_count)
     # Two programs with four stages share 227 KiB; the parts of SM120 have 99.
     has_room = sm_count in _SM90_MULTIPROCESSORS | _SM100_MULTIPROCESSORS
     block_m, stages = max(MIN_BLOCK, power_of_two(packed)), 4 if has_room else 3
-    return ForwardConfig(block_m, block_n, 4, stages, 1 if is_whole else programs)
+    return ForwardConfig(block_m, block_n, 4, stages, splits)
+
+
+def _splits(spec: AttentionSpec, block_n: int, sm_count: int) -> int:
+    """Runs of the longest sequence: as many as fill the device, or more, so that it fills too
+    where lengths are uneven; but not so many that programs without a run would count.
+    """
+    units = spec.batch * spec.heads_kv
+    programs = PROGRAMS_A_MULTIPROCESSOR * sm_count
+    if units >= programs or spec.keys <= 2 * block_n or spec.batch > MAX_DEALT_BATCH:
+        return 1
+    even = programs // units
+    fine = -(-spec.keys // MAX_RUN_KEYS)
+    most = max(even, MAX_PROGRAMS_A_MULTIPROCESSOR * sm_count // units)
+    least_keys = MIN_RUN_BLOCKS * block_n
+    return max(1, min(max(even, fine), most, -(-spec.keys // least_keys)))

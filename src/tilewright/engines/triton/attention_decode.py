@@ -1,10 +1,11 @@
 """Attention forward for a few queries over many keys: splits of the keys, then a combination.
 
-The queries of all heads that share a key head form one tile, so keys are read once. The blocks of
-keys that all sequences have to read, known on the device alone, are dealt out in equal runs to
-about TARGET programs: a long sequence gets many of them, an empty one none. Each works out the deal
-for itself and writes its sums, the first one the deal too; ``attention_combine`` joins the sums of
-a sequence.
+The queries of all heads that share a key head form one tile, so keys are read once. The keys of a
+sequence are cut into runs of RUN blocks, a length that the declaration fixes, so that no result
+depends on the sequences beside it. Runs are dealt out to programs by a sum over all lengths, which
+the device alone knows: a long sequence gets many programs, an empty one none. Each program works
+out the deal for itself and writes its sums, the first one the deal too; ``attention_combine`` joins
+the sums of a sequence.
 
     (acc, total, top) of a union:  top = max top_i,  total = sum total_i exp2(top_i - top)
 
@@ -45,9 +46,9 @@ def _deal(
     len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """(batch indices, runs of each, first slot of each, blocks a run); a run is one slot a head."""
+    """(batch indices, runs of each, first slot of each); a run is one slot a key head."""
     index = tl.arange(0, BATCH_BLOCK)
     known = tl.minimum(index, batches - 1)
     count_q = sequence_length(len_q, known, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
@@ -60,10 +61,9 @@ def _deal(
     )
     blocks = tl.cdiv(tl.maximum(end - first // BLOCK_N * BLOCK_N, 0), BLOCK_N)
     blocks = tl.where((index < batches) & (count_q > 0), blocks, 0)
-    run = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * heads_kv, TARGET), 1)
-    runs = tl.cdiv(blocks, run)
+    runs = tl.cdiv(blocks, RUN)
     slots = runs * heads_kv
-    return index, runs, tl.cumsum(slots, 0) - slots, run
+    return index, runs, tl.cumsum(slots, 0) - slots
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def attention_decode(
     D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    TARGET: tl.constexpr,
+    RUN: tl.constexpr,
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
@@ -108,10 +108,10 @@ def attention_decode(
 
     slot = tl.program_id(0)
     if is_split:
-        index, runs, starts, run = _deal(
+        index, runs, starts = _deal(
             len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
             LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT,
-            BLOCK_N, BATCH_BLOCK, TARGET,
+            BLOCK_N, BATCH_BLOCK, RUN,
         )  # fmt: skip
         if slot == 0:
             tl.store(part_deal + index, runs, mask=index < batches)
@@ -130,7 +130,6 @@ def attention_decode(
         key_head = slot % heads_kv
         batch = slot // heads_kv
         number = 0
-        run = 0
     count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
     count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
     place_in_tile = tl.arange(0, BLOCK_M)
@@ -197,8 +196,8 @@ def attention_decode(
         end = first
     first = first // BLOCK_N * BLOCK_N
     if is_split:
-        first = first + number * run * BLOCK_N
-        end = tl.minimum(end, first + run * BLOCK_N)
+        first = first + number * RUN * BLOCK_N
+        end = tl.minimum(end, first + RUN * BLOCK_N)
     full_start = tl.cdiv(first_full, BLOCK_N) * BLOCK_N
     full_start = tl.maximum(tl.minimum(full_start, end), first)
     full_end = tl.minimum(end_full // BLOCK_N * BLOCK_N, end // BLOCK_N * BLOCK_N)
@@ -350,9 +349,10 @@ def decode_plan(
 ) -> KernelPlan:
     """One kernel where each key head is read by one program, else the split and the combination."""
     units = spec.batch * spec.heads_kv
-    is_split = config.target > 1
-    # Runs are rounded up for each sequence and key head.
-    programs = config.target + units if is_split else units
+    is_split = config.splits > 1
+    blocks = triton.cdiv(spec.keys, config.block_n)
+    run = triton.cdiv(blocks, config.splits)
+    programs = units * triton.cdiv(blocks, run) if is_split else units
     cells = programs * config.block_m
     width = sum(pieces(spec.depth_v))
     scratch = [
@@ -374,7 +374,7 @@ def decode_plan(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BATCH_BLOCK=power_of_two(spec.batch) if is_split else 1,
-            TARGET=config.target,
+            RUN=run,
             ROW_BLOCK=rows,
             RUN_BLOCK=max(1, _RUNS_AT_ONCE // rows),
             WIDTH_BLOCK=power_of_two(width),
