@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tilewright import ops
 
 pytestmark = [
     pytest.mark.L0,
@@ -278,3 +279,24 @@ def test_engines_agree_on_stats() -> None:
     hidden = torch.ones(200, 200, dtype=torch.bool, device="cuda").triu(1)
     scores = (q @ k.transpose(2, 3) / 8).masked_fill(hidden, -torch.inf)
     assert (pack["stats"].double() - scores.logsumexp(-1, keepdim=True)).abs().max() < 1e-4
+
+
+def test_the_functions_take_this_engine() -> None:
+    # Each function with the engine named, which raises if it declines, against ATen's result.
+    q, k, v = (normal(2, heads, 40, 64, seed=heads) for heads in (8, 2, 2))
+    packed = [x.transpose(1, 2).reshape(80, -1, 64) for x in (q, k, v)]
+    prefix = torch.tensor([0, 17, 80], device="cuda", dtype=torch.int32)
+    lengths = torch.tensor([5, 40], device="cuda", dtype=torch.int32)
+    pages = [x.view(2, 2, 5, 8, 64).permute(0, 2, 3, 1, 4).reshape(10, 8, 2, 64) for x in (k, v)]
+    table = torch.arange(10, device="cuda", dtype=torch.int32).view(2, 5)
+    calls: dict[str, Callable[[str], torch.Tensor]] = {
+        "sdpa": lambda engine: ops.sdpa(q, k, v, causal=True, soft_cap=5.0, engine=engine),
+        "varlen": lambda engine: ops.sdpa_varlen(
+            *packed, prefix, prefix, 63, 63, causal=True, engine=engine
+        ),
+        "paged": lambda engine: ops.sdpa_paged(q, *pages, table, lengths, engine=engine),
+        "decode": lambda engine: ops.sdpa_decode(q[:, :, :1], k, v, lengths, engine=engine),
+    }
+    for name, call in calls.items():
+        made, expected = call("triton"), call("aten")
+        assert (made - expected).abs().max() <= 2**-7 * expected.abs().max(), name
