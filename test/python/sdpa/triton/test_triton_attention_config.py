@@ -1,0 +1,120 @@
+"""Which tile a declaration gets, and how keys are split: plain arithmetic, for devices by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tilewright as tw
+from tilewright.engines.triton.attention_config import (
+    MAX_PROGRAMS_A_MULTIPROCESSOR,
+    PROGRAMS_A_MULTIPROCESSOR,
+    choose_config,
+    choose_decode_config,
+    pieces,
+)
+from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
+
+pytestmark = pytest.mark.L0
+
+# Multiprocessors, and KiB of shared memory a program may have.
+DEVICES = {"a100": (108, 163), "h200": (132, 227), "b200": (148, 227), "rtx pro 6000": (188, 99)}
+
+
+def spec_of(
+    rows: int = 2048,
+    keys: int = 2048,
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (16, 16),
+    depth: int = 128,
+    dtype: str = "bfloat16",
+    **arguments: Any,
+) -> AttentionSpec:
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+    q = graph.tensor((batch, heads[0], rows, depth))
+    k, v = (graph.tensor((batch, heads[1], keys, depth)) for _ in range(2))
+    o, _ = graph.sdpa(q, k, v, is_inference=True, **arguments)
+    o.set_output(True)
+    graph.validate()
+    return read_spec(graph.operations[0])
+
+
+@pytest.mark.parametrize(
+    ("size", "cut"),
+    [
+        *((1, (16, 0)), (16, (16, 0)), (17, (32, 0)), (48, (32, 16)), (64, (64, 0))),
+        *((72, (64, 16)), (96, (64, 32)), (100, (128, 0)), (128, (128, 0))),
+        *((192, (128, 64)), (200, (256, 0))),
+    ],
+)
+def test_a_head_size_is_one_or_two_powers_of_two(size: int, cut: tuple[int, int]) -> None:
+    assert pieces(size) == cut and sum(cut) >= size
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_tile_fits_into_shared_memory(device: str, depth: int, dtype: str) -> None:
+    count, kib = DEVICES[device]
+    for rows in (1, 64, 4096):
+        spec = spec_of(rows, depth=depth, dtype=dtype)
+        width = sum(pieces(depth)) * spec.data_type.bits // 8
+        for config in (choose_config(spec, count), choose_decode_config(spec, count)):
+            if config is not None:
+                keys = config.block_n * width * 2
+                # The queries, and keys and values of every stage but the one in use.
+                used = config.block_m * width + keys * max(config.stages - 1, 1)
+                assert used <= kib * 1024, config
+
+
+def test_only_the_parts_of_sm90_get_tensor_maps() -> None:
+    spec = spec_of()
+    found = {name: choose_config(spec, count).has_maps for name, (count, _) in DEVICES.items()}
+    assert found == {"a100": False, "h200": True, "b200": False, "rtx pro 6000": False}
+
+
+def decode_splits(sm_count: int, **facts: Any) -> int:
+    config = choose_decode_config(spec_of(**{"rows": 1, "heads": (32, 8), **facts}), sm_count)
+    assert config is not None
+    return config.splits
+
+
+def test_keys_are_split_until_the_device_is_full() -> None:
+    for batch, keys in ((1, 4096), (4, 4096), (8, 4096), (8, 32768), (1, 131072)):
+        splits = decode_splits(132, batch=batch, keys=keys)
+        units = batch * 8
+        # No more than fill it while runs are short, never more than idle programs would cost.
+        assert units * splits <= MAX_PROGRAMS_A_MULTIPROCESSOR * 132
+        assert units * splits >= 0.75 * PROGRAMS_A_MULTIPROCESSOR * 132 or keys // splits <= 256
+    assert decode_splits(132, batch=8, keys=4096) == 4
+    assert decode_splits(132, batch=8, keys=32768) == 16
+
+
+def test_many_sequences_or_few_keys_are_not_split() -> None:
+    assert decode_splits(132, batch=64, keys=4096) == 1
+    assert decode_splits(132, batch=1, keys=128) == 1
+
+
+def test_other_declarations_are_not_for_the_kernel_of_few_queries() -> None:
+    for spec in (spec_of(17), spec_of(16, heads=(16, 2)), with_dropout()):
+        assert choose_decode_config(spec, 132) is None
+
+
+def with_dropout() -> AttentionSpec:
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    q, k, v = (graph.tensor((2, 4, 1, 64)) for _ in range(3))
+    dropout = (0.1, graph.tensor_scalar(1), graph.tensor_scalar(2))
+    o, _ = graph.sdpa(q, k, v, is_inference=True, dropout=dropout)
+    o.set_output(True)
+    graph.validate()
+    return read_spec(graph.operations[0])
+
+
+def test_knobs_say_the_whole_tile() -> None:
+    for rows in (1, 2048):
+        spec = spec_of(rows, heads=(32, 8), batch=1)
+        config = choose_decode_config(spec, 132) or choose_config(spec, 132)
+        again = config.with_knobs(dict(config.knobs()))
+        assert again == config
