@@ -275,6 +275,87 @@ def test_keys_of_a_pack_in_any_order_and_number() -> None:
             plan.bind({1.5: buffers[0]})
 
 
+def test_the_order_of_keys_that_need_no_closer_look() -> None:
+    graph = tw.Graph(io_data_type="float32")
+    source = graph.tensor((1,), name="a")
+    out = graph.neg(source).set_output(True).set_name("b")
+    unset = out.uid
+    graph.validate()
+    slots = [make_slot(source, is_output=False), make_slot(out, is_output=True)]
+    plan = Binder([*slots, slot((1,), name="c")], CPU)
+    assert unset is not None
+    assert plan.order_of((out, source, "c")) == (1, 0, 2)
+    assert plan.order_of((source.uid, "c")) == (0, -1, 1)
+    assert plan.order_of(("c",)) == (-1, -1, 0) and plan.order_of(()) == (-1, -1, -1)
+    # One slot twice, at whichever place it is; no slot; a bool, which is no uid.
+    for keys in (
+        ("a", source),
+        ("c", "b", out),
+        ("b", "c", "c"),
+        ("a", None),
+        ("a", 10**6),
+        (True,),
+    ):
+        assert plan.order_of(keys) is None
+    # The uid of a tensor of a graph that is not validated can still change.
+    other = tw.Graph(io_data_type="float32").tensor((1,), uid=source.uid)
+    assert plan.order_of((other,)) is None
+
+
+def test_layouts_of_two_slots() -> None:
+    dense, turned = slot((2, 3), (3, 1)), slot((2, 3), (1, 2))
+    plan = Binder(
+        [
+            dense,
+            turned,
+            slot((2, 3), (3, 1), data_type="INT32"),
+            slot((2, 3), (3, 1), data_type="HALF"),
+            slot((6,), (1,)),
+            slot((1, 3), (99, 1)),
+            slot((1, 3), (3, 1)),
+        ],
+        CPU,
+    )
+    assert [plan.is_packed(number) for number in range(7)] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
+    same = {(a, b) for a, b in itertools.product(range(7), range(7)) if plan.same_layout(a, b)}
+    assert same == {(n, n) for n in range(7)} | {(0, 2), (2, 0), (5, 6), (6, 5)}
+
+
+def test_a_workspace_is_aligned_where_bytes_of_it_are_needed() -> None:
+    memory = torch.zeros(256, dtype=torch.uint8)
+    first = -memory.data_ptr() % 64
+    slots = [slot((1,))]
+    operand = torch.zeros(1)
+    for shift in (0, 1, 4, 32, 63, 64):
+        options = {"workspace": memory[first + shift :], "workspace_alignment_bytes": 64}
+        bound(slots, operand, workspace_bytes=0, **options)
+        if shift % 64:
+            with pytest.raises(tw.BindingError, match="not a multiple of"):
+                bound(slots, operand, workspace_bytes=8, **options)
+        else:
+            bound(slots, operand, workspace_bytes=8, **options)
+
+
+def test_without_views_only_addresses_and_spans_count() -> None:
+    memory = torch.arange(20.0)
+    entry = slot((2, 2), (2, 1))
+    plan = Binder([entry], CPU, needs_views=False)
+    for buffer in (memory[3:7].view(2, 2), memory[3:], memory[3:].data_ptr()):
+        found = plan.bind({entry.uid: buffer})
+        start = memory.data_ptr() + 12
+        assert (found.starts, found.stops) == ([start], [start + 16])
+    with pytest.raises(tw.BindingError, match="owns 12 bytes"):
+        plan.bind({entry.uid: memory[17:]})
+
+
 def test_a_name_of_two_tensors_is_no_key_and_a_virtual_one_takes_no_buffer() -> None:
     slots = [slot((1,), name="x"), slot((1,), name="x")]
     one, two = torch.zeros(1), torch.ones(1)

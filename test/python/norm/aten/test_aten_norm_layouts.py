@@ -39,6 +39,8 @@ LAYOUTS = [
     ("layernorm", X, (2, 1, 1, 1), (0,), False, True),
     ("layernorm", X, (1, 1, 1, 1), (3,), True, False),
     ("layernorm", (2, 3, 4, 1), (1, 1, 1, 1), (3,), True, True),
+    ("layernorm", (2, 3, 0), (1, 1, 1), (2,), True, False),
+    ("layernorm", (2, 3, 0), (1, 1, 0), (2,), True, True),
     ("rmsnorm_backward", X, (1, 1, 4, 1), (2,), False, True),
     ("instancenorm", X, (1, 3, 1, 1), (2, 3), True, False),
     ("instancenorm", (2, 1, 4, 5), (1, 1, 1, 1), (2, 3), True, False),

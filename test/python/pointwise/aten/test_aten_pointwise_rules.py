@@ -59,6 +59,17 @@ def test_what_is_written_by_aten_itself():
     assert not direct("add", ["FLOAT"] * 2, "FLOAT", [(1, 1)] * 2, (1, 1), OTHER, by_value=True)
 
 
+def test_which_modes_aten_rounds_once_in_16_bits():
+    twice = {"erf", "sin", "sqrt", "softplus", "leaky_relu"}
+    without = {"identity", "add_square", "binary_select", "gen_index"}
+    predicates = {"logical_not", "logical_and", "logical_or"}
+    predicates |= {"cmp_eq", "cmp_neq", "cmp_gt", "cmp_ge", "cmp_lt", "cmp_le"}
+    for name, entry in pointwise_modes._MODES.items():
+        assert (entry.direct is not None) == (name not in without and "backward" not in name)
+        assert entry.is_exact == (entry.direct is not None and name not in twice), name
+        assert entry.is_predicate == (name in predicates)
+
+
 def test_the_type_of_arithmetic():
     def found(mode, out, *types):
         return pointwise._arithmetic_dtype(mode, [record(t) for t in types], record(out))
@@ -85,7 +96,7 @@ def test_indices_along_every_axis(check_graph, dtype):
         assert found.dtype is dtype and torch.equal(found, expected.to(dtype))
     first = apply_pointwise("gen_index", [x], {"axis": -3})
     assert torch.equal(first, torch.arange(2.0).view(2, 1, 1).expand(2, 3, 4))
-    for axis in (3, -4):
+    for axis in (3, -4, 4, -5):
         with pytest.raises(NotSupportedError, match="the input has rank 3"):
             apply_pointwise("gen_index", [x], {"axis": axis})
 

@@ -81,6 +81,21 @@ def test_elements_by_the_formula(kind, scale, rope_dim, form):
             assert out[b, h, s, d] == pytest.approx(float(scale * expected), rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("data_type", ["FLOAT", "HALF"])
+@pytest.mark.parametrize("kind", ["rope", "rope_backward"])
+def test_every_scale_multiplies_all_elements(kind, data_type, scale):
+    x = torch.randint(-4, 5, X, generator=torch.Generator().manual_seed(3)).float()
+    x = x.half() if data_type == "HALF" else x
+    port, kernel = prepare(
+        kind, X, (1, 1, 4, 6), rope_dim=6, output_scale=scale, data_type=data_type
+    )
+    out = torch.full(X, 99.0, dtype=x.dtype)
+    # Without an angle nothing turns.
+    kernel({port: x, "freqs": torch.zeros(1, 1, 4, 6)}, {"out": out})
+    assert torch.equal(out, x * scale)
+
+
 def test_what_is_declined():
     for x, freqs, rope_dim in (
         ((2, 3, 10), (1, 1, 4, 10), 0),

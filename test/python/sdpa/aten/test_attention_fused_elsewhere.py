@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import tilewright
-from tilewright.engines.aten import attention, attention_fp8, attention_fused, attention_mxfp8
+from tilewright.engines.aten import (
+    attention,
+    attention_fp8,
+    attention_fused,
+    attention_mxfp8,
+    registry,
+)
 from tilewright.engines.aten.attention_blocks import (
     DEVICE_SCORE_BLOCK_ELEMENTS,
     OPEN_BAND,
@@ -184,6 +190,16 @@ def test_numbers_on_a_device_stay_there():
     found = builder._word({"x": there.int()}, "x")
     assert found.shape == () and found.dtype is torch.int64 and found.is_meta
     assert builder.scalar({}, "dropout_seed") == 7.0 and builder._word({}, "dropout_seed") == 7
+
+
+def test_every_kind_has_its_preparer():
+    for module, kind in ((attention, "sdpa"), (attention_fp8, "sdpa_fp8")):
+        for suffix in ("", "_backward"):
+            name = kind + suffix
+            assert registry._PREPARERS[name] is getattr(module, f"prepare_{name}")
+    for suffix in ("", "_backward"):
+        name = "sdpa_mxfp8" + suffix
+        assert registry._PREPARERS[name] is getattr(attention_mxfp8, f"prepare_{name}")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -385,6 +385,9 @@ def test_offsets_of_no_sequence_are_held_to_the_buffer():
     port = ragged((0, 1, 1, 1), dim=(3, 1, 1, 1))
     inputs = {"q.ragged_offset": torch.tensor([-5, 2, 77, 99])}
     assert port.gather(torch.arange(4.0), inputs).flatten().tolist() == [0.0, 2.0, 3.0]
+    # The buffer is the view that was given, not the storage behind it.
+    inside = torch.arange(100.0)[10:14]
+    assert port.gather(inside, inputs).flatten().tolist() == [10.0, 12.0, 13.0]
 
 
 def spec(**ports):
