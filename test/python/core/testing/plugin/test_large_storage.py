@@ -42,7 +42,7 @@ TESTS = f"""
 
 
 def test_what_runs_out_of_memory_elsewhere_fails(suite: Suite) -> None:
-    ran = suite({"test_a.py": TESTS})
+    ran = suite({"test_a.py": TESTS}, "-n0")
     assert ran.status == int(pytest.ExitCode.TESTS_FAILED), ran.text
     assert ran.outcomes == {"collected": 5, "passed": 1, "failed": 3, "skipped": 1}, ran.text
     assert ran.failed() == [
@@ -55,7 +55,19 @@ def test_what_runs_out_of_memory_elsewhere_fails(suite: Suite) -> None:
 
 
 def test_a_run_in_which_none_had_room_says_that_it_showed_nothing(suite: Suite) -> None:
-    ran = suite({"test_a.py": TESTS}, "-k", "has_none")
+    code = """
+        import pytest
+        from tilewright.testing import large_storage as module
+
+        @pytest.fixture(autouse=True)
+        def full(monkeypatch):
+            monkeypatch.setattr(module, "allocate_or_skip", lambda *a: pytest.skip("no room"))
+
+        def test_has_none(large_storage):
+            large_storage(16)
+            raise AssertionError("went on")
+    """
+    ran = suite({"test_a.py": code}, "-n0")
     assert ran.status == 0, ran.text
     assert ran.lines_with(
         "0 of 1 tests that asked had theirs; what they are for has not been shown"
