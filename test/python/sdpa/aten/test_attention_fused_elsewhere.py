@@ -192,16 +192,6 @@ def test_numbers_on_a_device_stay_there():
     assert builder.scalar({}, "dropout_seed") == 7.0 and builder._word({}, "dropout_seed") == 7
 
 
-def test_every_kind_has_its_preparer():
-    for module, kind in ((attention, "sdpa"), (attention_fp8, "sdpa_fp8")):
-        for suffix in ("", "_backward"):
-            name = kind + suffix
-            assert registry._PREPARERS[name] is getattr(module, f"prepare_{name}")
-    for suffix in ("", "_backward"):
-        name = "sdpa_mxfp8" + suffix
-        assert registry._PREPARERS[name] is getattr(attention_mxfp8, f"prepare_{name}")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["sdpa", "sdpa_fp8", "sdpa_mxfp8"])
 @pytest.mark.parametrize("direction", ["", "_backward"])
@@ -220,6 +210,6 @@ def test_only_a_cpu_has_its_lengths_read_by_the_host(monkeypatch, device, kind, 
         way = direction or "_forward"
         for attempt in ("padded", "fused"):
             monkeypatch.setattr(module, attempt + way, lambda *arguments: None)
-    prepare = getattr(module, f"prepare_{kind}{direction}")
-    assert prepare(None, torch.device(device)) == "the composition"
+    op = SimpleNamespace(kind=kind + direction, name="attention")
+    assert registry.prepare(op, torch.device(device)) == "the composition"
     assert seen == [device == "cpu"]
