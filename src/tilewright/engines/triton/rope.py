@@ -46,7 +46,7 @@ from tilewright.launch.prepared import Argument, Constant
 # Pairs of a head beyond which the tables of one position do not fit a program's registers.
 MAX_HALF = 2048
 _WARP_THREADS = 32
-_WARPS = 4
+_WARPS = 8
 # Programs wanted on each multiprocessor before heads are not split any further.
 _PROGRAMS_A_MULTIPROCESSOR = 4
 
@@ -105,13 +105,19 @@ def rotate_pairs(
 
     angles = freqs + batch * freqs_batch + (token * freqs_token)[:, None]
     angles += pair[None, :] * freqs_step
-    cosine, sine = cosine_and_sine(cast(tl.load(angles, mask=in_table, other=0.0), tl.float32))
-    low_cos, low_sin = cast(cosine, COMPUTE)[None, :, :], cast(sine, COMPUTE)[None, :, :]
+    angle = cast(tl.load(angles, mask=in_table, other=0.0), tl.float32)
+    cosine, sine = cosine_and_sine(angle)
+    low_cos, low_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
     high_cos, high_sin = low_cos, low_sin
     if SECOND:
-        angles += SECOND * freqs_step
-        cosine, sine = cosine_and_sine(cast(tl.load(angles, mask=in_table, other=0.0), tl.float32))
-        high_cos, high_sin = cast(cosine, COMPUTE)[None, :, :], cast(sine, COMPUTE)[None, :, :]
+        other = cast(tl.load(angles + SECOND * freqs_step, mask=in_table, other=0.0), tl.float32)
+        # Mostly the halves are equal, signs of zero included.
+        differs = other.to(tl.int32, bitcast=True) != angle.to(tl.int32, bitcast=True)
+        if tl.max(differs.to(tl.int32), axis=None) > 0:
+            cosine, sine = cosine_and_sine(other)
+            high_cos, high_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
+    low_cos, low_sin = low_cos[None, :, :], low_sin[None, :, :]
+    high_cos, high_sin = high_cos[None, :, :], high_sin[None, :, :]
 
     for first in range(start, last, HEADS):
         head = first + steps
