@@ -214,8 +214,8 @@ def runs() -> tuple[Run, ...]:
     victims = tuple(sorted(FAILED + CRASHED))
     hang = "it passed its deadline of 0:00:15"
     says = (DEAD, hang, "needs 1000 GPUs")
-    # A worker's start takes seconds, so these run parts of the suite.
-    by_file = ("01", "02", "03", "04", "05", "12", "13")
+    # A worker's start takes seconds, so these run parts of the suite, and wait for no deadline.
+    by_file = ("01", "02", "03", "04", "05", "10", "11")
     by_scope = ("08", "09", "16", "17", "18", "19", "20")
     return (
         Run("one injected worker", (), whole, victims, says),
@@ -230,9 +230,9 @@ def runs() -> tuple[Run, ...]:
         Run(
             "two workers by file",
             ("-n", "2", "--dist", "loadfile", "-k", _any_of(*by_file)),
-            "7 collected = 4 passed + 2 failed + 1 crashed",
+            "7 collected = 4 passed + 3 failed",
             _victims(by_file),
-            (DEAD, hang),
+            (DEAD,),
         ),
         Run(
             "two workers by scope",

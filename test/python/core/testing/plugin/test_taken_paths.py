@@ -90,7 +90,8 @@ BIND = "tilewright.planning.built:BuiltPlan.bind"
 
 
 def norm(x: torch.Tensor) -> tuple[tw.Graph, dict[str, torch.Tensor]]:
-    graph = tw.Graph(io_data_type=x.dtype, intermediate_data_type="float32")
+    handle = tw.create_handle(x.device)
+    graph = tw.Graph(io_data_type=x.dtype, intermediate_data_type="float32", handle=handle)
     scale = graph.tensor((1, x.shape[1]), name="scale")
     phase = tw.norm_forward_phase.INFERENCE
     source = graph.tensor(x.shape, name="x")
