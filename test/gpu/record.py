@@ -31,15 +31,27 @@ import gpu_tests
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "PYTHONPATH=src python test/gpu/record.py --record RECORD.json"
 _VERSIONS = ("torch", "triton", "numpy", "pytest", "pytest-xdist")
-# Verify's runs: a name and arguments. They run side by side.
-VERIFY = (
-    ("our best plan", ()),
-    ("triton", ("--engine", "triton")),
-    (
-        "PyTorch's attention",
-        ("attention", "--target", "tilewright.testing.verify.adapters:torch_sdpa"),
-    ),
+# Verify's runs, side by side: compiling takes most of their time. What no family is named of is
+# examined by the last of ours.
+_APART = (
+    ("attention",),
+    ("attention_backward",),
+    ("attention_ragged", "attention_paged"),
+    ("norms",),
 )
+_SDPA = ("attention", "--target", "tilewright.testing.verify.adapters:torch_sdpa")
+
+
+def verify_runs() -> list[tuple[str, tuple[str, ...]]]:
+    """A name and the arguments of each run."""
+    from tilewright.testing.verify.families import FAMILIES, GROUPS
+
+    apart = {n for names in _APART for name in names for n in GROUPS.get(name, (name,))}
+    rest = tuple(name for name in FAMILIES if name not in apart)
+    ours = [("our best plan", names) for names in (*_APART, rest)]
+    return [*ours, ("PyTorch's attention", _SDPA)]
+
+
 _SEVERITY = {"passed": 0, "skipped": 1, "failed": 2, "crashed": 3}
 _SHOWN = 6
 _RESERVE_S = 5.0
@@ -119,7 +131,7 @@ def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
 def start_verify(folder: Path) -> list[Verifying]:
     """Start verify's runs, side by side."""
     started = []
-    for index, (name, arguments) in enumerate(VERIFY):
+    for index, (name, arguments) in enumerate(verify_runs()):
         found, log = folder / f"verify-{index}.json", folder / f"verify-{index}.log"
         command = [sys.executable, "-m", "tilewright", "verify", *arguments]
         command += ["--device", "cuda", "--json", str(found), "--brief"]
@@ -197,6 +209,7 @@ def main() -> int:
     end = time.monotonic() + arguments.limit
     # Children find the package, and the plugin beside this file.
     places = [str(ROOT / "src"), str(Path(__file__).resolve().parent)]
+    sys.path.insert(0, places[0])
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
@@ -222,7 +235,10 @@ def main() -> int:
     for name in bad[:_SHOWN]:
         print(f"  {name}: {tests['tests'][name]['reason'][:200]}")
     for result in record["verify"]:
-        print(f"verify, {result['name']}: {result.get('counts')}, status {result['exit_status']}")
+        what = ", ".join([result["name"], *result.get("families", ())])
+        print(f"verify, {what}: {result.get('counts')}, status {result['exit_status']}")
+        for line in result.get("broken", ())[:_SHOWN]:
+            print(f"  {line}")
     statuses = [tests["exit_status"], *(result["exit_status"] for result in record["verify"])]
     return 0 if not any(statuses) else 1
 
