@@ -121,4 +121,3 @@ class knob_type(enum.IntEnum):
     WARPS = 4
     SPLIT_K = 5
     ROW_BLOCK = 6
-    ATOMICS = 7

@@ -142,6 +142,13 @@ _HOPPER_ROWS = (
         compute_capabilities=frozenset({(9, 0)}),
         note="16-bit q, k, v, O; head sizes to 256; bands, GQA, lengths, ragged, sinks, Stats",
     ),
+    CapabilityRow(
+        ("sdpa_backward",),
+        frozenset({DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
+        devices=frozenset({"cuda"}),
+        compute_capabilities=frozenset({(9, 0)}),
+        note="16-bit, dense, head sizes to 128; bands, GQA, sinks; dQ is summed in no fixed order",
+    ),
 )
 
 ENGINE_TABLE: tuple[EngineEntry, ...] = (

@@ -2,10 +2,12 @@
 
 Kernels in order: row statistics (``attention_backward_parts``), dK and dV a block of keys a program
 (``attention_backward_keys``), dQ a block of rows a program (``attention_backward_rows``), and what
-else is wanted. All sums are in registers, in a fixed order, so results repeat bit for bit. The
-knob ATOMICS = 1 instead has the second kernel add dQ to float32 sums in the workspace, which
-saves two of seven products and repeats only up to rounding; ``use_deterministic_algorithm``
-excludes it. Source: FlashAttention-2 (Dao 2023).
+else is wanted. All sums are in registers, in a fixed order, so results repeat bit for bit whether
+or not ``use_deterministic_algorithm`` asks for it. Source: FlashAttention-2 (Dao 2023).
+
+Two of the seven products are made twice. Adding dQ up in memory by atomics would save them, and
+measured slower on an H200 (332 against 404 TFLOP/s at head size 128): the products of one program
+then wait for one another.
 """
 
 from __future__ import annotations
@@ -26,11 +28,10 @@ from tilewright.engines.triton.attention_backward_bias import attention_backward
 from tilewright.engines.triton.attention_backward_config import (
     PADDED_TO,
     BackwardConfig,
-    candidates,
+    choose_config,
 )
 from tilewright.engines.triton.attention_backward_keys import attention_backward_keys
 from tilewright.engines.triton.attention_backward_parts import (
-    attention_backward_finish,
     attention_backward_prepare,
     attention_backward_sink,
 )
@@ -39,7 +40,7 @@ from tilewright.engines.triton.attention_config import MIN_BLOCK, power_of_two
 from tilewright.engines.triton.attention_spec import AttentionSpec, alibi_split, read_spec
 from tilewright.engines.triton.rows import only_operation
 from tilewright.errors import NotSupportedError
-from tilewright.graph.enums import behavior_note, numeric_note
+from tilewright.graph.enums import behavior_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.workspace import plan_workspace
@@ -54,28 +55,16 @@ _BIAS_TILE = 64
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
-    """The configs for the declaration, the quickest first."""
-    spec = _read(graph)
-    notes = frozenset({behavior_note.RUNTIME_COMPILATION})
-    unordered = frozenset({numeric_note.NONDETERMINISTIC})
-    operation: Any = only_operation(graph, "attention")
-    return [
-        Proposal(
-            config.knobs(), float(rank + 1), notes, unordered if config.atomics else frozenset()
-        )
-        for rank, config in enumerate(
-            candidates(spec, is_deterministic=operation.use_deterministic_algorithm)
-        )
-    ]
+    """One proposal, with the tile of the kernel over keys as knobs."""
+    knobs = choose_config(_read(graph)).knobs()
+    return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """All kernels; aligned operands get wide loads, with a general plan behind them."""
     spec = _read(graph)
-    config = candidates(spec, is_deterministic=True)[0].with_knobs(dict(knobs))
+    config = choose_config(spec).with_knobs(dict(knobs))
     slots = slot_numbers(graph)
-    if not (spec.batch and (spec.rows or spec.keys)):
-        return KernelPlan(())
     general = _plan(spec, slots, config, is_aligned=False)
     ports = ("q", "k", "v", "o", "dO", *_GRADIENTS)
     if not steps_in_vectors(spec, ports):
@@ -96,6 +85,8 @@ def _read(graph: DeclaredGraph) -> AttentionSpec:
         raise NotSupportedError(
             f"{spec.title}: score_mod_bprop is given; the kernels differentiate soft caps alone"
         )
+    if not spec.batch:
+        raise NotSupportedError(f"{spec.title}: no sequence; the kernels take at least one")
     for port in _GRADIENTS:
         if port not in spec.ports:
             raise NotSupportedError(
@@ -115,10 +106,10 @@ def _plan(
     if spec.keys:
         kernels.append(call.keys())
     if spec.rows:
-        kernels.append(call.finish() if config.atomics else call.rows())
+        kernels.append(call.rows())
     if "dSink_token" in spec.ports:
         kernels.append(call.sink())
-    if "dBias" in spec.ports:
+    if "dBias" in spec.ports and all(spec.ports["dBias"].dim):
         kernels.append(call.bias())
     return KernelPlan(tuple(kernels), call.scratch)
 
@@ -141,13 +132,11 @@ class _Call:
         self.padded_rows = triton.cdiv(spec.rows, PADDED_TO) * PADDED_TO
         count = spec.batch * spec.heads_q * self.padded_rows
         sizes = [("row statistics", count * _FLOAT_BYTES), ("row products", count * _FLOAT_BYTES)]
-        if config.atomics:
-            sizes.append(("sums of dQ", count * spec.depth * _FLOAT_BYTES))
         self.scratch = tuple(sizes)
         self.offsets = [piece.offset_bytes for piece in plan_workspace(sizes).pieces]
 
     def prepare(self) -> PlannedKernel:
-        """Row statistics, and dQ's sums at zero."""
+        """Row statistics."""
         arguments = self._rowwise(("o", "dO", "stats"))
         arguments.constant(DEPTH_V=self.spec.depth_v, BLOCK_DEPTH_V=self.block_depth_v)
         self._statistics(arguments)
@@ -155,27 +144,17 @@ class _Call:
             attention_backward_prepare, self._row_grid(self.padded_rows), _PART_WARPS, 1
         )
 
-    def finish(self) -> PlannedKernel:
-        """DQ from its sums."""
-        arguments = self._rowwise(("dQ",))
-        self._scale(arguments)
-        arguments.scratch("sums", "*fp32", self.offsets[2])
-        return arguments.planned(
-            attention_backward_finish, self._row_grid(self.spec.rows), _PART_WARPS, 1
-        )
-
     def keys(self) -> PlannedKernel:
-        """DK and dV, and dQ's sums if there are any."""
+        """DK and dV."""
         spec, config = self.spec, self.config
         arguments = self._products(("dK", "dV"), config.keys_rows, config.keys_keys)
         self._statistics(arguments)
         has_tail = spec.len_kv is not None or spec.keys % config.keys_keys != 0
         masks_all = spec.has_bias or spec.has_block_mask
-        may_mask = has_tail or masks_all or spec.right is not None
         arguments.constant(
             IS_EVEN=spec.len_q is None and spec.rows % config.keys_rows == 0,
-            MAY_MASK=may_mask or (config.one_loop and spec.left is not None),
-            MASKS_ALL=masks_all or (config.one_loop and (may_mask or spec.left is not None)),
+            MAY_MASK=has_tail or masks_all or spec.right is not None,
+            MASKS_ALL=masks_all,
             STAGES=config.keys_stages,
         )
         tiles = triton.cdiv(spec.keys, config.keys_keys)
@@ -251,9 +230,7 @@ class _Call:
         arguments.length("len_q", spec.len_q)
         arguments.extent("rows", spec.rows)
         arguments.extent("padded_rows", self.padded_rows)
-        arguments.constant(
-            HEADS=spec.heads_q, DEPTH=spec.depth, BLOCK_DEPTH=self.block_depth, ROWS=_PART_ROWS
-        )
+        arguments.constant(HEADS=spec.heads_q, ROWS=_PART_ROWS)
         return arguments
 
     def _products(
@@ -335,4 +312,3 @@ class _Call:
     def _statistics(self, arguments: KernelArguments) -> None:
         arguments.scratch("lse", "*fp32", self.offsets[0])
         arguments.scratch("delta", "*fp32", self.offsets[1])
-        arguments.scratch("sums", "*fp32", self.offsets[2] if self.config.atomics else None)

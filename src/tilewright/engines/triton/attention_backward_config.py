@@ -17,11 +17,7 @@ PADDED_TO = 128
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles (rows by keys), warps and stages of the kernel over keys and of that over rows.
-
-    ``one_loop`` makes the kernel over keys mask every tile where some need it. On SM90 the
-    assembler otherwise waits after every product: sums in flight may not go from loop to loop.
-    """
+    """Tiles (rows by keys), warps and stages of the kernel over keys and of that over rows."""
 
     keys_rows: int
     keys_keys: int
@@ -31,17 +27,14 @@ class BackwardConfig:
     rows_keys: int
     rows_warps: int
     rows_stages: int
-    atomics: bool = False
-    one_loop: bool = False
 
     def knobs(self) -> Knobs:
-        """The kernel over keys, and whether it adds dQ; the other kernel follows."""
+        """The kernel over keys; that over rows goes with the declaration."""
         return (
             (knob_type.TILE_M, self.keys_rows),
             (knob_type.TILE_N, self.keys_keys),
             (knob_type.WARPS, self.keys_warps),
             (knob_type.STAGES, self.keys_stages),
-            (knob_type.ATOMICS, int(self.atomics)),
         )
 
     def with_knobs(self, knobs: Mapping[knob_type, int]) -> BackwardConfig:
@@ -52,40 +45,12 @@ class BackwardConfig:
             keys_keys=knobs.get(knob_type.TILE_N, self.keys_keys),
             keys_warps=knobs.get(knob_type.WARPS, self.keys_warps),
             keys_stages=knobs.get(knob_type.STAGES, self.keys_stages),
-            atomics=bool(knobs.get(knob_type.ATOMICS, self.atomics)),
-            # With atomics there is a product to wait for at the end of each step.
-            one_loop=not knobs.get(knob_type.ATOMICS, self.atomics),
         )
 
 
-def candidates(spec: AttentionSpec, *, is_deterministic: bool) -> list[BackwardConfig]:
-    """Configs for a declaration, the quickest first; at least one is deterministic."""
-    fixed = replace(_fitted(spec, _tiles(spec)), one_loop=True)
-    if is_deterministic or spec.data_type is DataType.FLOAT or not _gains_by_atomics(spec):
-        return [fixed]
-    return [replace(fixed, atomics=True, one_loop=False), fixed]
-
-
-def _gains_by_atomics(spec: AttentionSpec) -> bool:
-    # Sums for all declared rows: where sequences are shorter, most of them would be for nothing.
-    return spec.len_q is None
-
-
-def _tiles(spec: AttentionSpec) -> BackwardConfig:
-    width = max(power_of_two(spec.depth), power_of_two(spec.depth_v))
-    if spec.data_type is DataType.FLOAT:
-        if width <= 64:
-            return BackwardConfig(32, 32, 4, 1, 32, 32, 4, 1)
-        return BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
-    if width <= 64:
-        return BackwardConfig(64, 128, 8, 2, 128, 64, 8, 2)
-    if width <= 128:
-        return BackwardConfig(64, 128, 8, 2, 128, 64, 8, 2)
-    return BackwardConfig(32, 64, 8, 1, 64, 32, 8, 1)
-
-
-def _fitted(spec: AttentionSpec, config: BackwardConfig) -> BackwardConfig:
-    """No tile longer than the sequences."""
+def choose_config(spec: AttentionSpec) -> BackwardConfig:
+    """The tiles for a declaration, none longer than its sequences."""
+    config = _tiles(spec)
     rows, keys = (max(power_of_two(size), MIN_BLOCK) for size in (spec.rows, spec.keys))
     return replace(
         config,
@@ -94,3 +59,17 @@ def _fitted(spec: AttentionSpec, config: BackwardConfig) -> BackwardConfig:
         rows_rows=min(config.rows_rows, rows),
         rows_keys=min(config.rows_keys, keys),
     )
+
+
+def _tiles(spec: AttentionSpec) -> BackwardConfig:
+    """What measured best; see benchmark/attention_backward.md."""
+    width = max(power_of_two(spec.depth), power_of_two(spec.depth_v))
+    if spec.data_type is DataType.FLOAT:
+        if width <= 64:
+            return BackwardConfig(32, 32, 4, 1, 32, 32, 4, 1)
+        return BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
+    if width <= 64:
+        return BackwardConfig(64, 64, 4, 2, 128, 64, 8, 2)
+    if width <= 128:
+        return BackwardConfig(64, 64, 4, 1, 64, 64, 4, 2)
+    return BackwardConfig(32, 64, 8, 1, 64, 32, 8, 1)

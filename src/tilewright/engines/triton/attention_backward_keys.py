@@ -1,8 +1,6 @@
 """dK and dV: a program owns a block of keys of one key head and walks the rows that see it.
 
-The query heads of the group are summed in its float32 accumulators, in a fixed order. With
-``ADDS_Q`` it also adds its share of dQ to float32 sums in memory, in no fixed order; otherwise
-``attention_backward_rows`` makes dQ.
+The query heads of the group are summed in its float32 accumulators, in a fixed order.
 """
 
 import triton
@@ -11,7 +9,6 @@ import triton.language as tl
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
-    finite_or_zero,
     rows_at,
     tile_gradient,
     tile_keep,
@@ -26,7 +23,6 @@ def _rows_pass(
     acc_k,
     acc_v,
     k_tile,
-    k_clean,
     v_tile,
     first,
     end,
@@ -37,7 +33,6 @@ def _rows_pass(
     d_o_at,
     lse_at,
     delta_at,
-    sums_at,
     bias_at,
     block_mask_at,
     drop_mask_at,
@@ -74,7 +69,6 @@ def _rows_pass(
     UNIT: tl.constexpr,
     IS_OPEN: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    ADDS_Q: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -172,13 +166,6 @@ def _rows_pass(
             d_x = tile_gradient(p, d_p, delta[None, :], cap_slope, seen, IS_OPEN, HAS_SOFT_CAP)
             d_x = d_x.to(q_tile.dtype)
             acc_k = dot(d_x, q_tile, acc_k)
-            if ADDS_Q:
-                share = dot(tl.trans(d_x), k_clean, tl.zeros((ROWS, BLOCK_DEPTH), dtype=tl.float32))
-                sum_at = sums_at + token * DEPTH + depth
-                if DEPTH == BLOCK_DEPTH:
-                    tl.atomic_add(sum_at, share, sem="relaxed")
-                else:
-                    tl.atomic_add(sum_at, share, mask=depth < DEPTH, sem="relaxed")
     return acc_k, acc_v
 
 
@@ -192,7 +179,6 @@ def attention_backward_keys(
     delta,
     d_k,
     d_v,
-    sums,
     bias,
     block_mask,
     drop_mask,
@@ -279,7 +265,6 @@ def attention_backward_keys(
     IS_EVEN: tl.constexpr,
     MAY_MASK: tl.constexpr,
     MASKS_ALL: tl.constexpr,
-    CLEANS_KEYS: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
@@ -296,7 +281,6 @@ def attention_backward_keys(
     HAS_BLOCK_MASK: tl.constexpr = block_mask is not None
     HAS_DROP_MASK: tl.constexpr = drop_mask is not None
     HAS_ALIBI: tl.constexpr = ALIBI_SPLIT > 0
-    ADDS_Q: tl.constexpr = sums is not None
     # Early blocks see most rows under a causal mask: they start first.
     blocks = tl.cdiv(keys, KEYS)
     program = tl.program_id(0)
@@ -321,9 +305,6 @@ def attention_backward_keys(
     v_at += depth_v * v_col
     k_tile = tl.load(k_at, mask=inside & (depth < DEPTH), other=0.0)
     v_tile = tl.load(v_at, mask=inside & (depth_v < DEPTH_V), other=0.0)
-    k_clean = k_tile
-    if CLEANS_KEYS and ADDS_Q:
-        k_clean = finite_or_zero(k_tile)
     scale = scalar_value(scale).to(tl.float32)
     inner, outer = None, None
     if HAS_SOFT_CAP:
@@ -382,9 +363,6 @@ def attention_backward_keys(
         slope = 0.0
         if HAS_ALIBI:
             slope = alibi_slope(head_q, ALIBI_SPLIT)
-        sums_at = None
-        if ADDS_Q:
-            sums_at = sums + line * padded_rows * DEPTH
         for part in tl.static_range(3):
             # Before the open tiles, these, and behind them; parts that cannot be are left out.
             if (
@@ -396,7 +374,6 @@ def attention_backward_keys(
                     acc_k,
                     acc_v,
                     k_tile,
-                    k_clean,
                     v_tile,
                     first if part == 0 else (first_open if part == 1 else end_open),
                     first_open if part == 0 else (end_open if part == 1 else end),
@@ -407,7 +384,6 @@ def attention_backward_keys(
                     d_o_at,
                     lse + line * padded_rows,
                     delta + line * padded_rows,
-                    sums_at,
                     bias_at,
                     block_mask_at,
                     drop_mask_at,
@@ -444,7 +420,6 @@ def attention_backward_keys(
                     UNIT,
                     part == 1,
                     IS_EVEN,
-                    ADDS_Q,
                     HAS_LEFT,
                     HAS_RIGHT,
                     HAS_SOFT_CAP,

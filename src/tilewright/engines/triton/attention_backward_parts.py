@@ -1,7 +1,6 @@
-"""What surrounds the products of attention's backward: row statistics, dQ's sums, dSink.
+"""What surrounds the products of attention's backward: row statistics, and dSink.
 
-All run over rows of (b, h); the statistics and the sums lie in the workspace as
-(B, Hq, padded rows) and (B, Hq, padded rows, D), float32.
+Both run over rows of (b, h); the statistics lie in the workspace as (B, Hq, padded rows), float32.
 """
 
 import triton
@@ -9,7 +8,6 @@ import triton.language as tl
 
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_backward_tiles import rows_at
-from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import LOG2_E
 
 
@@ -20,7 +18,6 @@ def attention_backward_prepare(
     stats,
     lse,
     delta,
-    sums,
     len_q,
     o_offsets,
     d_o_offsets,
@@ -47,16 +44,14 @@ def attention_backward_prepare(
     stats_offset_step,
     stats_multiplier,
     HEADS: tl.constexpr,
-    DEPTH: tl.constexpr,
     DEPTH_V: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
     BLOCK_DEPTH_V: tl.constexpr,
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     O_UNIT: tl.constexpr,
     LEN_Q_IS_SUM: tl.constexpr,
 ):
-    """Delta = rowsum(dO * O), Stats in base 2 (+inf where a row sees nothing), sums = 0."""
+    """Delta = rowsum(dO * O), and Stats in base 2, +inf where a row sees nothing."""
     blocks = tl.cdiv(padded_rows, ROWS)
     program = tl.program_id(0)
     row = (program % blocks) * ROWS + tl.arange(0, ROWS)
@@ -91,54 +86,6 @@ def attention_backward_prepare(
     value = tl.load(stats_at, mask=inside, other=-float("inf")).to(tl.float32) * LOG2_E
     value = tl.where(value == -float("inf"), float("inf"), value)
     tl.store(lse + at, value, mask=written)
-    if sums is not None:
-        depth = tl.arange(0, BLOCK_DEPTH)[None, :]
-        zero = tl.zeros((ROWS, BLOCK_DEPTH), dtype=tl.float32)
-        tl.store(sums + at[:, None] * DEPTH + depth, zero, mask=written[:, None] & (depth < DEPTH))
-
-
-@triton.jit
-def attention_backward_finish(
-    sums,
-    d_q,
-    len_q,
-    d_q_offsets,
-    scale,
-    rows,
-    padded_rows,
-    d_q_batch,
-    d_q_head,
-    d_q_row,
-    d_q_col,
-    len_q_step,
-    d_q_offset_step,
-    d_q_multiplier,
-    HEADS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    D_Q_UNIT: tl.constexpr,
-    LEN_Q_IS_SUM: tl.constexpr,
-):
-    """dQ = scale * sums, in dQ's type."""
-    blocks = tl.cdiv(rows, ROWS)
-    program = tl.program_id(0)
-    row = (program % blocks) * ROWS + tl.arange(0, ROWS)
-    head = ((program // blocks) % HEADS).to(tl.int64)
-    batch = program // (blocks * HEADS)
-    count = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
-    token = row.to(tl.int64)[:, None]
-    depth = tl.arange(0, BLOCK_DEPTH)[None, :]
-    own = (row < (rows if d_q_offsets is None else count))[:, None] & (depth < DEPTH)
-    line = batch.to(tl.int64) * HEADS + head
-    value = tl.load(sums + (line * padded_rows + token) * DEPTH + depth, mask=own, other=0.0)
-    at = d_q + rows_at(
-        row[:, None], d_q_offsets, batch, head, d_q_offset_step, d_q_multiplier, d_q_batch,
-        d_q_head, d_q_row, D_Q_UNIT,
-    )  # fmt: skip
-    at += depth * d_q_col
-    value = value * scalar_value(scale).to(tl.float32)
-    tl.store(at, value.to(d_q.dtype.element_ty), mask=own)
 
 
 @triton.jit

@@ -96,7 +96,6 @@ def test_ids_and_names_are_append_only() -> None:
         ("WARPS", 4),
         ("SPLIT_K", 5),
         ("ROW_BLOCK", 6),
-        ("ATOMICS", 7),
     ]
 
 

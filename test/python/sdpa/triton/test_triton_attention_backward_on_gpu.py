@@ -23,7 +23,7 @@ REPEATS = 50
 LONGEST = 1000
 
 
-def build(pack: dict[str, torch.Tensor], *, is_deterministic: bool = True, **masks: Any) -> Any:
+def build(pack: dict[str, torch.Tensor], **masks: Any) -> Any:
     """A built graph on operands as they lie; dq, dk, dv lie as their tensors in ``pack``."""
     q = pack["q"]
     graph = tw.Graph(
@@ -33,7 +33,7 @@ def build(pack: dict[str, torch.Tensor], *, is_deterministic: bool = True, **mas
     made = graph.sdpa_backward(
         *declared,
         attn_scale=q.shape[3] ** -0.5,
-        use_deterministic_algorithm=is_deterministic,
+        use_deterministic_algorithm=True,
         **masks,
     )
     for name, tensor in zip(GRADIENTS, made, strict=True):
@@ -104,7 +104,7 @@ def workspace_of(graph: Any) -> torch.Tensor:
 @pytest.mark.L0
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("depth", [64, 128])
-def test_the_deterministic_plan_repeats_bit_for_bit(depth: int, causal: bool) -> None:
+def test_gradients_repeat_bit_for_bit(depth: int, causal: bool) -> None:
     pack = draw(LONGEST, LONGEST, depth, causal=causal)
     graph = build(pack, use_causal_mask=causal)
     frame = graph.bind(pack, workspace_of(graph))
@@ -120,8 +120,7 @@ def test_the_deterministic_plan_repeats_bit_for_bit(depth: int, causal: bool) ->
 
 
 @pytest.mark.L0
-@pytest.mark.parametrize("is_deterministic", [True, False], ids=["fixed", "quick"])
-def test_large_cases(is_deterministic: bool) -> None:
+def test_large_cases() -> None:
     for depth, rows, keys, causal in (
         (64, 1000, 1000, True),
         (64, 777, 1300, False),
@@ -131,7 +130,7 @@ def test_large_cases(is_deterministic: bool) -> None:
         (96, 300, 500, False),
     ):
         pack = draw(rows, keys, depth, causal=causal)
-        graph = build(pack, is_deterministic=is_deterministic, use_causal_mask=causal)
+        graph = build(pack, use_causal_mask=causal)
         graph.execute(pack, workspace_of(graph))
         check(pack, causal=causal)
 
@@ -160,10 +159,9 @@ def sync_is_an_error() -> Iterator[None]:
 
 
 @pytest.mark.L0
-@pytest.mark.parametrize("is_deterministic", [True, False], ids=["fixed", "quick"])
-def test_replay_reads_operands_as_they_are(is_deterministic: bool) -> None:
+def test_replay_reads_operands_as_they_are() -> None:
     pack = draw(300, 300, 64)
-    graph = build(pack, is_deterministic=is_deterministic, use_causal_mask=True)
+    graph = build(pack, use_causal_mask=True)
     frame = graph.bind(pack, workspace_of(graph))
     frame.launch()
     torch.cuda.synchronize()
@@ -185,8 +183,7 @@ def test_replay_reads_operands_as_they_are(is_deterministic: bool) -> None:
 
 
 @pytest.mark.L0
-@pytest.mark.parametrize("is_deterministic", [True, False], ids=["fixed", "quick"])
-def test_strides_beyond_32_bits_are_addressed(is_deterministic: bool) -> None:
+def test_strides_beyond_32_bits_are_addressed() -> None:
     # B1: every operand's row stride truncated to 32 bits leads to a decoy inside the allocation.
     step, width = 2**32 + 4096, 64
     pack = draw(2, 2, width, heads=(1, 1), causal=False)
@@ -199,7 +196,7 @@ def test_strides_beyond_32_bits_are_addressed(is_deterministic: bool) -> None:
     for number, name in enumerate(("q", "k", "v", "o", "dO", *GRADIENTS)):
         wide = storage.as_strided((1, 1, 2, width), (step, step, step, 1), number * width)
         pack[name] = wide.copy_(pack[name])
-    graph = build(pack, is_deterministic=is_deterministic)
+    graph = build(pack)
     graph.execute(pack, workspace_of(graph))
     check(pack, causal=False)
     assert (storage[4096:8192] == 777.0).all(), "nothing landed at the narrow addresses"
