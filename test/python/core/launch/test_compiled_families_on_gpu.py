@@ -257,8 +257,14 @@ def test_a_launch_neither_allocates_nor_waits(declare: Any) -> None:
 
 @EVERY
 def test_work_is_ordered_on_the_current_stream(declare: Any) -> None:
-    # L8: what a delayed producer writes on the stream is read.
-    verdict = stream_order(*built(declare))
+    # L8: what a delayed producer writes on the stream is read. On a busy machine the producer may be
+    # done when the call returns, which shows nothing.
+    graph, operands = built(declare)
+    verdict = stream_order(graph, operands)
+    for _ in range(5):
+        if verdict.outcome is not Outcome.DECLINED:
+            break
+        verdict = stream_order(graph, operands)
     assert verdict.outcome is Outcome.HELD, verdict
 
 
