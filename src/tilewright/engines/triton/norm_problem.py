@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
 from tilewright.dtypes import DataType
@@ -18,12 +19,13 @@ from tilewright.engines.triton.rows import Plane, plane
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
+from tilewright.launch.prepared import Argument, HostScalar, Scratch
 from tilewright.launch.workspace import plan_workspace
 from tilewright.torch_dtypes import to_torch
 
 Scratches = tuple[tuple[str, int], ...]
-_MAXIMUM_BLOCK = 4096
+# What joins maxima takes so many at a time; mostly that is all of them.
+_MAXIMUM_BLOCK = 16384
 
 # A kernel's names of the running statistics.
 RUNNING = ("in_mean", "in_var", "next_mean", "next_var")
@@ -156,8 +158,10 @@ class NormProblem:
             own = Assembly(assembly.slots, is_aligned=assembly.is_aligned)
             own.pointer("maximum", assembly.types[name], assembly.arguments[name])
             own.tensor("out", item.outputs["out"])
-            own.types["count"], own.arguments["count"] = "i32", Constant(programs)
-            kernels.append(own.kernel(norm_maximum, (1, 1, 1), 8, BLOCK=_MAXIMUM_BLOCK))
+            own.integer("count", programs, 1)
+            block = min(_MAXIMUM_BLOCK, triton.next_power_of_2(programs))
+            warps = max(1, min(32, block // 512))
+            kernels.append(own.kernel(norm_maximum, (1, 1, 1), warps, BLOCK=block))
         return tuple(kernels)
 
     def with_fallback(

@@ -235,7 +235,7 @@ class NormConfig:
 
 
 def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
-    """Short rows share a program; a long row takes up to 8 warps, the longest 16.
+    """Short rows share a program; a long row takes 4 or 8 warps, the longest 32.
 
     As measured on an H200 (benchmark/norms_gpu.py): there, programs that walk rows and read ahead
     were slower forward, and so was any hint to the caches.
@@ -246,9 +246,9 @@ def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
         rows = max(1, min(32, 16 * _ELEMENTS_A_WARP // block))
         return NormConfig(rows, max(1, min(16, rows * block // _ELEMENTS_A_WARP)))
     if block > 16384:
-        return NormConfig(1, 16)
+        return NormConfig(1, 32)
     if block > _ELEMENTS_A_WARP:
-        return NormConfig(1, 2 if block == 2 * _ELEMENTS_A_WARP else 8)
+        return NormConfig(1, 4 if block == 2 * _ELEMENTS_A_WARP else 8)
     rows = min(8, 4 * _ELEMENTS_A_WARP // block)
     return NormConfig(rows, max(1, min(4, rows * block // _ELEMENTS_A_WARP)))
 
