@@ -257,8 +257,8 @@ def test_a_launch_neither_allocates_nor_waits(declare: Any) -> None:
 
 @EVERY
 def test_work_is_ordered_on_the_current_stream(declare: Any) -> None:
-    # L8: what a delayed producer writes on the stream is read. On a busy machine the producer may be
-    # done when the call returns, which shows nothing.
+    # L8: what a delayed producer writes on the stream is read. On a busy machine the producer may
+    # be done when the call returns, which shows nothing.
     graph, operands = built(declare)
     verdict = stream_order(graph, operands)
     for _ in range(5):
