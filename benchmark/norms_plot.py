@@ -36,6 +36,8 @@ def draw(path: Path) -> Path:
         axis.set_xlabel("elements a row")
         axis.set_title(f"{title}, bfloat16, 16384 rows")
         axis.legend(fontsize=7)
+    # Room for the legends above the bars.
+    axes[0].set_ylim(0, 1.4 * max(rates.values()))
     axes[0].set_ylabel("TB/s read and written")
     figure.tight_layout()
     made = path.with_name("torch.png")
