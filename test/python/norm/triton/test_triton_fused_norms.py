@@ -122,6 +122,24 @@ def test_residual_add(kind: str, is_sum_read: bool, rows: str) -> None:
 
 
 @CUT_FIRST
+def test_a_sum_over_its_operand(rows: str) -> None:
+    # The running sum of a residual stream is stored where it came from.
+    case = Case(torch.float32)
+    x, residual = case.tensor(6, 33), case.tensor(6, 33)
+    total = case.graph.add(x, residual).set_output(True).set_data_type(torch.float32)
+    y = case.norm("layernorm", total, (1, 33)).set_output(True)
+    case.graph.build()
+    assert case.graph.selected_engine == "triton"
+    expected = evaluate(case.graph, {t.uid: b.cpu() for t, b in case.pack.items()})
+    stream, found = case.pack[x], torch.full((6, 33), torch.nan, device=DEVICE)
+    size = case.graph.get_workspace_size()
+    workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    case.graph.execute({**case.pack, total: stream, y: found}, workspace)
+    assert_close(stream.cpu(), expected[total.uid], tol=1e-6)
+    assert_close(found.cpu(), expected[y.uid], tol=1e-5)
+
+
+@CUT_FIRST
 def test_batchnorm_relu_of_channels_last_and_added_skip(rows: str) -> None:
     case = Case()
     x = case.tensor(4, 3, 2, 5)
