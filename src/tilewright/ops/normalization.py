@@ -136,7 +136,9 @@ def _norm(
         require_tensor("residual", residual)
         require_shape("residual", residual, x.shape, "x's shape")
         require_device("residual", residual, x.device)
-        x = x + residual
+    added = residual
+    if residual is not None and not _sums_in_graph(x, residual, weight, bias, out):
+        x, added = x + residual, None
     forbid_grad_with_out(out, (x, weight, bias))
     if out is not None:
         require_shape("out", require_tensor("out", out), x.shape, "x's shape")
@@ -153,8 +155,33 @@ def _norm(
             x, weight, bias, kind, engine, stream
         )
     else:
-        y = _forward(kind, x, weight, bias, out, engine, stream, want_statistics=False)[0]
+        total = None if added is None else torch.empty_like(x)
+        y = _forward(
+            *(kind, x, weight, bias, out, engine, stream),
+            want_statistics=False,
+            residual=added,
+            total=total,
+        )[0]
+        x = x if total is None else total
     return y if residual is None else (y, x)
+
+
+def _sums_in_graph(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> bool:
+    """True if the norm's own graph adds the residual: one kernel where an engine fuses them.
+
+    Not where gradients are kept or a call is traced: there the sum is an operation of its own.
+    """
+    tensors = (x, residual, weight, bias)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if needs_grad or is_traced(*tensors, out):
+        return False
+    return residual.dtype is x.dtype and x.dim() <= MAX_RANK
 
 
 def _forward(
@@ -167,7 +194,10 @@ def _forward(
     stream: Any,
     *,
     want_statistics: bool,
+    residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """y and the statistics; of the sum with ``residual``, which is kept in ``total``, if given."""
     y = torch.empty_like(x) if out is None else out
     scale = _scale(kind, x, weight)
     if bias is None and kind.operation == "layernorm":
@@ -176,6 +206,8 @@ def _forward(
     if bias is not None:
         inputs["bias"] = bias
     outputs = {"y": _rows(y)}
+    if residual is not None and total is not None:
+        inputs["residual"], outputs["total"] = _rows(residual), _rows(total)
     statistics = {}
     if want_statistics:
         shape = (*inputs["x"].shape[:-1], 1)
@@ -189,10 +221,15 @@ def _forward(
         source, scale_, bias_ = _declare_operands(graph, inputs)
         phase = norm_forward_phase.TRAINING if want_statistics else norm_forward_phase.INFERENCE
         method = getattr(graph, kind.operation)
+        named = {}
+        if "residual" in inputs:
+            source = graph.add(source, declare_like(graph, "residual", inputs["residual"]))
+            named["total"] = source
         made = method(
             phase, source, scale_, bias_, graph.tensor_scalar(kind.eps, _statistics_type(x))
         )
-        _bind_outputs(dict(zip(("y", *kind.statistics), made, strict=True)), outputs)
+        named |= dict(zip(("y", *kind.statistics), made, strict=True))
+        _bind_outputs(named, outputs)
 
     key = (kind, want_statistics, operands_key(inputs), operands_key(outputs))
     run(kind.function, key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)

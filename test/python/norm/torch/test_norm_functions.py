@@ -109,6 +109,25 @@ def test_offset_and_residual() -> None:
         close(given.grad, reference.grad, 1e-5)
 
 
+@pytest.mark.parametrize("function", [ops.rms_norm, ops.layer_norm])
+@pytest.mark.parametrize("shape", [(16,), (3, 5, 16)], ids=str)
+@pytest.mark.parametrize("residual_type", [torch.bfloat16, torch.float32], ids=str)
+def test_residual_without_gradients(
+    function: Any, shape: tuple[int, ...], residual_type: torch.dtype
+) -> None:
+    # Of one type the sum is of the norm's own graph; it is rounded and normalized all the same.
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape, generator=generator).bfloat16()
+    r = torch.randn(shape, generator=generator).to(residual_type)
+    w = torch.randn(16, generator=generator)
+    before = x.clone()
+    out = torch.empty(shape, dtype=(x + r).dtype)
+    y, total = function(x, w, residual=r, out=out)
+    assert torch.equal(total, x + r) and total.dtype is (x + r).dtype and torch.equal(x, before)
+    assert y is out
+    close(y, function(x + r, w), 0.0)
+
+
 def test_layouts_and_the_cache() -> None:
     ops.clear_plan_cache()
     generator = torch.Generator().manual_seed(2)
