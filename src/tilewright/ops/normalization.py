@@ -200,8 +200,6 @@ def _forward(
     """y and the statistics; of the sum with ``residual``, which is kept in ``total``, if given."""
     y = torch.empty_like(x) if out is None else out
     scale = _scale(kind, x, weight)
-    if bias is None and kind.operation == "layernorm":
-        bias = torch.zeros(x.shape[-1:], dtype=scale.dtype, device=x.device)
     inputs = {"x": _rows(x), "scale": scale}
     if bias is not None:
         inputs["bias"] = bias
