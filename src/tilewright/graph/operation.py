@@ -6,7 +6,6 @@ the attributes as fields, infers what the user left open, and checks what the us
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -16,7 +15,7 @@ from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
 from tilewright.graph.attributes import coerce
 from tilewright.graph.tensor import Tensor, packed_strides, strides_in_order_of
-from tilewright.records import record
+from tilewright.records import field_names, record
 
 _COMMON_FIELDS = frozenset({"name", "compute_data_type", "inputs", "outputs"})
 
@@ -206,9 +205,7 @@ def attribute_hints(record: type[Operation]) -> Mapping[str, Any]:
     if record.kind not in _HINTS:
         hints = typing.get_type_hints(record)
         _HINTS[record.kind] = {
-            spec.name: hints[spec.name]
-            for spec in dataclasses.fields(record)
-            if spec.name not in _COMMON_FIELDS
+            name: hints[name] for name in field_names(record) if name not in _COMMON_FIELDS
         }
     return _HINTS[record.kind]
 
