@@ -30,6 +30,7 @@ from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     choose_config,
     choose_decode_config,
+    cut,
     power_of_two,
 )
 from tilewright.engines.triton.attention_decode import decode_plan
@@ -327,10 +328,15 @@ def _forward(
     arguments = KernelArguments(slots)
     add_forward_operands(arguments, spec, is_aligned=is_aligned)
     slots_a_head = _packed_slots(spec, config.block_m)
+    block, block_v = cut(spec.depth, config), cut(spec.depth_v, config)
     plain = not (spec.changes_scores or spec.has_philox or spec.has_drop_mask)
     plain = plain and not (spec.has_block_mask or spec.is_paged)
     is_ahead = plain and arguments.constants["FOLDS_SCALE"]
     arguments.constant(
+        D_BLOCK=block[0],
+        D_BLOCK_2=block[1],
+        DV_BLOCK=block_v[0],
+        DV_BLOCK_2=block_v[1],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         LAST_FIRST=spec.right is not None,
@@ -339,9 +345,8 @@ def _forward(
     )
     is_mapped = is_aligned and config.has_maps and arguments.constants["IS_AHEAD"]
     if is_mapped and takes_tensor_maps(spec):
-        block_d, block_dv = arguments.constants["D_BLOCK"], arguments.constants["DV_BLOCK"]
-        arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block_d))
-        arguments.tensor_map("v_map", spec.ports["v"], (1, 1, config.block_n, block_dv))
+        arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block[0]))
+        arguments.tensor_map("v_map", spec.ports["v"], (1, 1, config.block_n, block_v[0]))
     else:
         arguments.constant(k_map=None, v_map=None)
     tiles = triton.cdiv(spec.rows, config.block_m)

@@ -251,9 +251,7 @@ def add_forward_operands(
 
 
 def takes_tensor_maps(spec: AttentionSpec) -> bool:
-    """True if keys and values can be moved by the copy engine, a whole head size at a time."""
+    """True if keys and values can be moved by the copy engine; what is beyond them is 0."""
     if spec.is_paged or spec.is_ragged("k") or spec.is_ragged("v"):
-        return False
-    if pieces(spec.depth)[1] or pieces(spec.depth_v)[1]:
         return False
     return all(map_decline_reason(spec.ports[port]) is None for port in ("k", "v"))

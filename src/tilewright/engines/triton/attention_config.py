@@ -88,6 +88,16 @@ def pieces(size: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
+def cut(size: int, config: ForwardConfig) -> tuple[int, int]:
+    """``pieces``, or one power of two on SM90, whose products in two parts wait for one another."""
+    return (whole(size), 0) if config.has_maps else pieces(size)
+
+
+def whole(size: int) -> int:
+    """A head size as one power of two."""
+    return max(power_of_two(size), MIN_BLOCK)
+
+
 def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     """The tile for a declaration, by head size and by what the device is known to hold."""
     if sm_count in _SM90_MULTIPROCESSORS:
@@ -112,7 +122,10 @@ def _tile(spec: AttentionSpec, *, has_room: bool) -> ForwardConfig:
     if width <= 64:
         return ForwardConfig(128, 128, 8, 3)
     if width <= 128:
-        return ForwardConfig(128, 64, 8, 3)
+        return ForwardConfig(128, 64, 8, 4)
+    if spec.depth_v > 128 and spec.hides_values:
+        # Where hidden values may have to be marked, sums of 128 rows would not fit beside marks.
+        return ForwardConfig(64, 64, 8, 2)
     return ForwardConfig(128, 64, 8, 2)
 
 
