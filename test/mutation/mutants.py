@@ -180,8 +180,11 @@ class Chooser:
         lines, at_import = statement_lines(code, line)
         if at_import:
             lines |= _uses(code, line)
+        runs = self._runs.get(name, [])
+        # What only the import calls is met by no test, and yet makes what tests use.
+        at_import = at_import or all(lines.isdisjoint(run) for _, _, run in runs)
         found = []
-        for test, seconds, run in self._runs.get(name, []):
+        for test, seconds, run in runs:
             meets = not lines.isdisjoint(run)
             if meets or at_import:
                 found.append((not meets, not test.startswith(own), seconds, test))

@@ -359,3 +359,14 @@ def test_results_that_are_no_numbers_are_made_again_where_values_may_be_hidden(
     hides = causal or lengths
     assert (attempt_of("sdpa", given, generate_stats=True, **options) is None) is hides
     assert (attempt_of("sdpa_backward", given | saved, **options) is None) is hides
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "sdpa_backward"])
+def test_calls_with_too_much_padding_are_left_before_anything_is_written(monkeypatch, kind):
+    given = operands_of(lengths=True)
+    if kind == "sdpa_backward":
+        given |= {port: torch.ones(2, 4, 5, 8) for port in ("o", "dO")}
+        given["stats"] = torch.ones(2, 4, 5, 1)
+    assert attempt_of(kind, given, use_padding_mask=True) is not None
+    monkeypatch.setattr(attention_fused_padded, "WASTE_A_SEQUENCE", 0)
+    assert attempt_of(kind, given, use_padding_mask=True) is None
