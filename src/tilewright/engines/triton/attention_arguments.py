@@ -76,6 +76,10 @@ class KernelArguments:
         """A count, int32, never part of the code."""
         self.types[name], self.values[name] = "i32", Constant(value)
 
+    def number_of(self, name: str, value: int) -> None:
+        """A 64-bit number of elements, never part of the code."""
+        self.types[name], self.values[name] = "i64", Constant(value)
+
     def number(self, name: str, value: float) -> None:
         """A float32 that the declaration fixes."""
         self.types[name], self.values[name] = "fp32", Constant(value)
@@ -100,7 +104,11 @@ class KernelArguments:
             step = 0
             if tensor is not None and tensor.dim[axis] > 1:
                 step = tensor.stride[axis]
-            self.integer(f"{name}_{suffix}", step if suffix == "col" else step // unit)
+            if suffix == "col" or tensor is None:
+                self.integer(f"{name}_{suffix}", step)
+            else:
+                # Never part of the code: one sequence or one head is no other kernel.
+                self.number_of(f"{name}_{suffix}", step // unit)
 
     def ragged(self, name: str, tensor: Tensor | None, *, unit: int = 1) -> None:
         """``name``_offsets, _offset_step and _multiplier (in ``unit`` elements) of an operand."""

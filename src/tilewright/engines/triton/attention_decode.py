@@ -1,7 +1,7 @@
 """Attention forward for a few queries over many keys: splits of the keys, then a combination.
 
 The queries of all heads that share a key head form one tile, so keys are read once. The keys of a
-sequence are cut into runs of RUN blocks, a length that the declaration fixes, so that no result
+sequence are cut into runs of blocks, of a length that the declaration fixes, so that no result
 depends on the sequences beside it. Runs are dealt out to programs by a sum over all lengths, which
 the device alone knows: a long sequence gets many programs, an empty one none. Each program works
 out the deal for itself and writes its sums, the first one the deal too; ``attention_combine`` joins
@@ -46,7 +46,8 @@ def _deal(
     len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr, RUN: tl.constexpr,
+    run,
+    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(batch indices, runs of each, first slot of each); a run is one slot a key head."""
     index = tl.arange(0, BATCH_BLOCK)
@@ -61,7 +62,7 @@ def _deal(
     )
     blocks = tl.cdiv(tl.maximum(end - first // BLOCK_N * BLOCK_N, 0), BLOCK_N)
     blocks = tl.where((index < batches) & (count_q > 0), blocks, 0)
-    runs = tl.cdiv(blocks, RUN)
+    runs = tl.cdiv(blocks, run)
     slots = runs * heads_kv
     return index, runs, tl.cumsum(slots, 0) - slots
 
@@ -87,13 +88,12 @@ def attention_decode(
     stats_offset_step, smax_offset_step, ssum_offset_step,
     q_multiplier, k_multiplier, v_multiplier, o_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
-    batches, rows, keys, heads_kv, group, left, right,
+    batches, rows, keys, heads_kv, group, left, right, run,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
     D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
@@ -111,7 +111,7 @@ def attention_decode(
         index, runs, starts = _deal(
             len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
             LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT,
-            BLOCK_N, BATCH_BLOCK, RUN,
+            run, BLOCK_N, BATCH_BLOCK,
         )  # fmt: skip
         if slot == 0:
             tl.store(part_deal + index, runs, mask=index < batches)
@@ -196,8 +196,8 @@ def attention_decode(
         end = first
     first = first // BLOCK_N * BLOCK_N
     if is_split:
-        first = first + number * RUN * BLOCK_N
-        end = tl.minimum(end, first + RUN * BLOCK_N)
+        first = first + number * run * BLOCK_N
+        end = tl.minimum(end, first + run * BLOCK_N)
     full_start = tl.cdiv(first_full, BLOCK_N) * BLOCK_N
     full_start = tl.maximum(tl.minimum(full_start, end), first)
     full_end = tl.minimum(end_full // BLOCK_N * BLOCK_N, end // BLOCK_N * BLOCK_N)
@@ -369,12 +369,12 @@ def decode_plan(
         for name, offset in zip(_PARTS, pieces_at, strict=True):
             kind = "*i32" if name == "part_deal" else "*fp32"
             given.scratch(name, kind, offset if is_split else None)
+        given.extent("run", run)
         rows = power_of_two(spec.rows)
         given.constant(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BATCH_BLOCK=power_of_two(spec.batch) if is_split else 1,
-            RUN=run,
             ROW_BLOCK=rows,
             RUN_BLOCK=max(1, _RUNS_AT_ONCE // rows),
             WIDTH_BLOCK=power_of_two(width),
