@@ -18,7 +18,7 @@ class Counters:
     "format" (of another version), "checksum", "other key". ``compiles`` counts what the compiler
     finished. ``writes`` are entries stored, ``write_failures`` counts those that could not be, by
     reason, ``removals`` the entries that made room. Plan records are counted apart: hits, misses by
-    the same reasons, writes.
+    the same reasons or "stale" (made of other sources), writes.
     """
 
     memory_hits: int = 0

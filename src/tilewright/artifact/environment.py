@@ -104,9 +104,11 @@ def _files_digest(package: str) -> str:
     if found is None or not found.submodule_search_locations:
         return "absent"
     folder = Path(found.submodule_search_locations[0])
-    for record in sorted(folder.parent.glob(f"*{package}*.dist-info/RECORD")):
+    for name in sorted(os.listdir(folder.parent)):
+        if package not in name or not name.endswith(".dist-info"):
+            continue
         try:
-            lines = record.read_text(encoding="utf-8").splitlines()
+            lines = (folder.parent / name / "RECORD").read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             continue
         own = sorted(line for line in lines if line.startswith(f"{package}/") and "sha256=" in line)

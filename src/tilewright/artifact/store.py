@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,19 @@ class Store:
         count("disk_hits")
         return entry.code, ""
 
-    def load_record(self, facts: Mapping[str, Any]) -> tuple[Any, str]:
-        """(the document of a plan record, "") or (None, the reason of the miss). Counts which."""
+    def load_record(
+        self, facts: Mapping[str, Any], is_current: Callable[[Any], bool]
+    ) -> tuple[Any, str]:
+        """(the document of a plan record, "") or (None, the reason of the miss). Counts which.
+
+        One that is not current is a miss: "stale".
+        """
         digest = digest_of(facts)
         path = self.folder / (digest + _RECORD_SUFFIX)
         try:
             document = read_record(path, digest)
+            if not is_current(document):
+                raise BadEntryError("stale")
         except BadEntryError as bad:
             count_record_miss(bad.reason)
             return None, bad.reason
@@ -105,14 +112,13 @@ class Store:
         count("record_hits")
         return document, ""
 
-    def has_record(self, facts: Mapping[str, Any]) -> bool:
-        """True if there is a whole record with this key. Counts nothing."""
+    def has_record(self, facts: Mapping[str, Any], is_current: Callable[[Any], bool]) -> bool:
+        """True if there is a whole and current record with this key. Counts nothing."""
         digest = digest_of(facts)
         try:
-            read_record(self.folder / (digest + _RECORD_SUFFIX), digest)
+            return is_current(read_record(self.folder / (digest + _RECORD_SUFFIX), digest))
         except BadEntryError:
             return False
-        return True
 
     def save_record(self, facts: Mapping[str, Any], document: Any) -> str:
         """Store a plan record; "" or the reason why it is not stored. Counts which."""

@@ -144,8 +144,6 @@ class CompiledEngine:
         return self._module(self.family_name(graph))
 
     def _module(self, name: str) -> Any:
-        # Before the sources are imported: a later edit of them is another key.
-        plan_records.sources_digest(self.package)
         try:
             return importlib.import_module(f"{self.package}.{name}")
         except ImportError as error:

@@ -1,17 +1,19 @@
 """What an engine decided for a graph, from the store: no family's file, no Triton, no compiler.
 
 A record's key is the graph's own form without its names, the target with its multiprocessors, the
-knobs, the digest of the sources that decide, and the compiler's environment. One record has the
-proposals (or the reason of a decline), one for each set of knobs has what is launched.
+knobs, and the compiler's environment. One record has the proposals (or the reason of a decline),
+one for each set of knobs has what is launched. Each has the names of the source files that decided,
+and their digest, which is compared with the files as they are.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from tilewright.artifact.environment import unloaded_environment
@@ -25,8 +27,13 @@ from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.records import record
 
-# What decides beside an engine's own files: modules and packages of tilewright.
-_SHARED_SOURCES = ("engines/compiled", "engines/base.py", "launch", "graph", "dtypes.py")
+# What decides beside an engine's own modules.
+_SHARED = tuple(
+    f"tilewright.{name}"
+    for name in ("engines.compiled", "engines.base", "launch", "graph", "dtypes", "records")
+)
+# A source that was written later may not be what this process runs.
+_STARTED_NS = time.time_ns()
 
 # (folder, digest) of the records that this process wrote or saw: no need to look again.
 _written: set[tuple[str, str]] = set()
@@ -52,7 +59,6 @@ class RecordKeys:
             "knobs": None if knobs is None else _knobs_document(knobs),
             "target": list(self.compute_capability),
             "sm_count": self.sm_count,
-            "sources": sources_digest(self.package),
             "environment": dict(unloaded_environment("triton")),
         }
 
@@ -130,7 +136,10 @@ def save_plan(keys: RecordKeys, knobs: Knobs, plan: ResolvedPlan) -> None:
 
 def _load(keys: RecordKeys, knobs: Knobs | None) -> Any:
     store = current_store()
-    return {} if store is None else store.load_record(keys.facts(knobs))[0] or {}
+    if store is None:
+        return {}
+    document = store.load_record(keys.facts(knobs), _is_current)[0]
+    return {} if document is None else document["record"]
 
 
 def _save(keys: RecordKeys, knobs: Knobs | None, document: Any) -> None:
@@ -139,10 +148,13 @@ def _save(keys: RecordKeys, knobs: Knobs | None, document: Any) -> None:
         return
     facts = keys.facts(knobs)
     written = (str(store.folder), digest_of(facts))
-    if written not in _written:
-        if not store.has_record(facts):
-            store.save_record(facts, document)
-        _written.add(written)
+    if written in _written:
+        return
+    _written.add(written)
+    files = _sources_of(keys.package)
+    if files and not store.has_record(facts, _is_current):
+        sources = {"files": list(files), "digest": sources_digest(files)}
+        store.save_record(facts, {"sources": sources, "record": document})
 
 
 def _knobs_document(knobs: Knobs) -> list[list[Any]]:
@@ -158,29 +170,50 @@ def _proposal(entry: Any) -> Proposal:
     )
 
 
+def _is_current(document: Any) -> bool:
+    """True if the sources that a record was made of are what they were."""
+    try:
+        sources = document["sources"]
+        return bool(sources_digest(tuple(sources["files"])) == sources["digest"])
+    except (KeyError, TypeError, ValueError, OSError):
+        return False
+
+
 @functools.cache
-def sources_digest(package: str) -> str:
-    """A digest of every file that decides what an engine of this package launches."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        return "absent"
-    own = found.submodule_search_locations[0]
-    # .../tilewright/engines/<own>
-    root = os.path.dirname(os.path.dirname(own))
+def sources_digest(files: tuple[str, ...]) -> str:
+    """A digest of source files, given by their paths in the package.
+
+    Raises:
+        OSError: if one is not there.
+    """
     digest = hashlib.sha256()
-    for top in (own, *(os.path.join(root, name) for name in _SHARED_SOURCES)):
-        for path in [top] if top.endswith(".py") else sorted(_sources(top)):
-            with open(path, "rb", buffering=0) as file:
-                content = file.read()
-            digest.update(f"{path[len(root) :]} {len(content)}\n".encode())
-            digest.update(content)
+    for name in files:
+        with open(os.path.join(_root(), name), "rb", buffering=0) as file:
+            content = file.read()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 
-def _sources(folder: str) -> Iterator[str]:
-    with os.scandir(folder) as scan:
-        for item in scan:
-            if item.name.endswith(".py"):
-                yield item.path
-            elif item.is_dir() and item.name != "__pycache__":
-                yield from _sources(item.path)
+def _sources_of(package: str) -> tuple[str, ...]:
+    """The files that this process has loaded of an engine and of what engines share.
+
+    None if one was written after the process started.
+    """
+    files = []
+    for name, module in tuple(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path is None or not path.endswith(".py"):
+            continue
+        if any(name == top or name.startswith(top + ".") for top in (package, *_SHARED)):
+            try:
+                if os.stat(path).st_mtime_ns > _STARTED_NS:
+                    return ()
+            except OSError:
+                return ()
+            files.append(os.path.relpath(path, _root()).replace(os.sep, "/"))
+    return tuple(sorted(files))
+
+
+def _root() -> str:
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import tilewright as tw
 from tilewright.artifact import compiler_forbidden, counters, reset_counters
 from tilewright.artifact.environment import installed_version, unloaded_environment
+from tilewright.artifact.store import read_record
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Proposal
 from tilewright.engines.compiled import plan_records
@@ -86,7 +88,7 @@ def test_names_are_not_in_the_key_and_facts_are(monkeypatch: pytest.MonkeyPatch)
     assert plan_records.load_plan(dataclasses.replace(keys(), family="rope"), WARPS) is None
     assert plan_records.load_proposals(keys()) is None
     with monkeypatch.context() as patch:
-        patch.setattr(plan_records, "sources_digest", lambda package: "edited")
+        patch.setattr(plan_records, "sources_digest", lambda files: "edited")
         assert plan_records.load_plan(keys(), WARPS) is None
     for name in ("TRITON_DEFAULT_FP_FUSION", "DISABLE_LLVM_OPT", "LLVM_IR_ENABLE_DUMP"):
         with monkeypatch.context() as patch:
@@ -96,7 +98,8 @@ def test_names_are_not_in_the_key_and_facts_are(monkeypatch: pytest.MonkeyPatch)
         patch.setattr("triton.__version__", "3.6.99", raising=False)
         patch.setitem(sys.modules, "triton", sys.modules.get("triton") or _with_version("3.6.99"))
         assert plan_records.load_plan(keys(), WARPS) is None
-    assert counters().record_hits == 0 and set(counters().record_misses) == {"absent"}
+    assert counters().record_hits == 0 and set(counters().record_misses) == {"absent", "stale"}
+    assert counters().record_misses["stale"] == 1
     assert plan_records.load_plan(keys(), WARPS) == made_up()
 
 
@@ -106,6 +109,44 @@ def _with_version(version: str) -> Any:
     module = types.ModuleType("triton")
     module.__version__ = version  # type: ignore[attr-defined]
     return module
+
+
+@pytest.mark.L0
+def test_an_edit_of_a_source_makes_a_record_stale(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_records.save_plan(keys(), WARPS, made_up())
+    ((file, _),) = store.records()
+    names = read_record(file.path, file.path.stem)["sources"]["files"]
+    assert "engines/compiled/plan_records.py" in names and "launch/prepared.py" in names
+    assert "graph/operations/normalization.py" in names and "cli/main.py" not in names
+    # The same files elsewhere: what they hold counts, not where they are or when they came.
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(plan_records._root()) / name, tmp_path / name)
+    monkeypatch.setattr(plan_records, "_root", lambda: str(tmp_path))
+    plan_records.sources_digest.cache_clear()
+    assert plan_records.load_plan(keys(), WARPS) == made_up()
+    edited = tmp_path / "launch/prepared.py"
+    content = edited.read_text()
+    for change in (content + "# edited\n", None):
+        edited.unlink() if change is None else edited.write_text(change)
+        plan_records.sources_digest.cache_clear()
+        assert plan_records.load_plan(keys(), WARPS) is None
+    assert counters().record_misses == {"stale": 2}
+    edited.write_text(content)
+    plan_records.sources_digest.cache_clear()
+    assert plan_records.load_plan(keys(), WARPS) == made_up()
+
+
+@pytest.mark.L0
+def test_what_a_process_may_not_run_is_not_stored(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A source was written after the process started: it may run the older one.
+    monkeypatch.setattr(plan_records, "_STARTED_NS", 0)
+    plan_records.save_plan(keys(), WARPS, made_up())
+    assert store.files() == []
 
 
 @pytest.mark.L0
