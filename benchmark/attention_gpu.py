@@ -1,19 +1,20 @@
 """Attention forward on a GPU: dense, windowed, ragged, and decoding, against PyTorch's kernels.
 
-    python benchmark/attention_gpu.py [dense] [window] [ragged] [decode]
+    python benchmark/attention_gpu.py [--build] [dense-64-none ..] [window] [ragged-causal ..] ..
 
 bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two products of
 2 S^2 D a head, half of that under a causal mask. Ragged lengths come from a heavy tail, 64k tokens
 in all. Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, TB/s of
 what has to be read. One run measures everything, on the same inputs, medians of interleaved rounds
 with a cold L2, after a comparison of results. Writes attention.csv and attention.png under
-benchmark/results/<device>/.
+benchmark/results/<device>/. With --build it only compiles, so that parts can do so side by side.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilewright as tw
 
 TOKENS, CHANNELS = 16384, 2048
-ENGINES = ("triton", "hopper")
+ENGINE = "triton"
+DEPTHS, LENGTHS, MASKS = (64, 128, 256), (2048, 8192, 16384), ("none", "causal")
+PAGES = (0, 16, 128)
+ROUNDS = 10
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Results of unit-variance operands: what bfloat16's rounding of P and O allows.
 TOLERANCE = 3e-2
@@ -35,8 +39,8 @@ DECODE = {"batch": 8, "heads": 32, "heads_kv": 8, "depth": 128}
 UNEVEN = (1.0, 0.125, 0.0625, 0.5, 0.03, 0.125, 0.25, 0.004)
 
 
-def normal(*dim: int) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(sum(dim))
+def normal(*dim: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(dim, generator=generator, device="cuda").bfloat16()
 
 
@@ -49,8 +53,8 @@ class Problem:
         self.masks: dict[str, Any] = {}
         self.out = torch.empty(0)
 
-    def frame(self, engine: str) -> Any:
-        """Bound to new workspace on one engine, or None where that declines."""
+    def frame(self) -> Any:
+        """Bound to new workspace."""
         q = self.operands["q"]
         graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
         declared: dict[str, Any] = {}
@@ -71,11 +75,11 @@ class Problem:
             prefix, unit, dim, stride = self.offsets["q"]
             o.set_dim(dim).set_stride(stride).set_ragged_offset(declared[prefix])
             o.set_ragged_offset_multiplier(unit)
-        graph.deselect_engines([name for name in ("aten", *ENGINES) if name != engine])
-        try:
-            graph.build()
-        except tw.NotSupportedError:
-            return None
+        # The engine for SM90 has a benchmark of its own.
+        graph.deselect_engines(["hopper"])
+        graph.build()
+        if graph.selected_engine != ENGINE:
+            raise SystemExit(f"{graph.selected_engine} was taken: {graph.explain()}")
         self.out.fill_(torch.nan)
         workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8).cuda()
         pack = {declared[name]: buffer for name, buffer in self.operands.items()}
@@ -90,7 +94,7 @@ class Problem:
 
 
 def measure(
-    table: Table,
+    table: Table | None,
     case: dict[str, Any],
     problem: Problem,
     peers: dict[str, Call],
@@ -99,22 +103,19 @@ def measure(
     expected: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """One row a kernel; ``amount`` is what each does, in ``unit`` a second times 1e12."""
+    frame = problem.frame()
+    if table is None:
+        return {}
     if expected is None:
         expected = next(iter(peers.values()))()
-    calls = dict(peers)
-    for engine in ENGINES:
-        frame = problem.frame(engine)
-        if frame is None:
-            continue
-        frame.launch()
-        error = (problem.out.float() - expected.float()).abs().max().item()
-        if not error <= TOLERANCE * max(1.0, expected.float().abs().max().item()):
-            raise SystemExit(f"{engine} at {case}: error {error}")
-        calls[f"tilewright {engine}"] = frame.launch
-    times = device_ms(calls, rounds=12)
+    frame.launch()
+    error = (problem.out.float() - expected.float()).abs().max().item()
+    if not error <= TOLERANCE * max(1.0, expected.float().abs().max().item()):
+        raise SystemExit(f"{case}: error {error}")
+    times = device_ms({**peers, f"tilewright {ENGINE}": frame.launch}, rounds=ROUNDS)
     for name, ms in times.items():
-        row = {"kind": "", "depth": "", "length": "", "mask": "", **case, "who": name}
-        row |= {"ms": f"{ms:.4f}", "rate": f"{amount / ms / 1e9:.4g}", "unit": unit}
+        row = {**case, "who": name, "ms": f"{ms:.4f}", "rate": f"{amount / ms / 1e9:.4g}"}
+        row["unit"] = unit
         for peer in ("cudnn", "flash", "copy"):
             known = f"torch {peer}" in times
             row[f"of_{peer}"] = f"{times[f'torch {peer}'] / ms:.2f}" if known else ""
@@ -140,29 +141,27 @@ def torch_peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: An
     return calls
 
 
-def dense(table: Table) -> None:
-    for depth in (64, 128, 256):
-        for length in (2048, 8192, 16384):
-            shape = (TOKENS // length, CHANNELS // depth, length, depth)
-            problem = Problem()
-            problem.operands = dict(zip("qkv", (normal(*shape) for _ in "qkv"), strict=True))
-            problem.out = torch.empty(shape, device="cuda").bfloat16()
-            q, k, v = problem.operands.values()
-            for causal in (False, True):
-                problem.masks = {"use_causal_mask": causal}
-                flops = 4 * TOKENS * CHANNELS * length / (2 if causal else 1)
-                case = {"kind": "dense", "depth": depth, "length": length}
-                case["mask"] = "causal" if causal else "none"
-                peers = torch_peers(q, k, v, is_causal=causal)
-                measure(table, case, problem, peers, flops, "TFLOP/s")
+def dense(table: Table | None, depth: int, mask: str) -> None:
+    for length in LENGTHS:
+        shape = (TOKENS // length, CHANNELS // depth, length, depth)
+        problem = Problem()
+        problem.operands = {name: normal(*shape, seed=ord(name)) for name in "qkv"}
+        problem.out = torch.empty(shape, device="cuda").bfloat16()
+        q, k, v = problem.operands.values()
+        is_causal = mask == "causal"
+        problem.masks = {"use_causal_mask": is_causal}
+        flops = 4 * TOKENS * CHANNELS * length / (2 if is_causal else 1)
+        case = {"kind": "dense", "depth": depth, "length": length, "mask": mask}
+        peers = torch_peers(q, k, v, is_causal=is_causal)
+        measure(table, case, problem, peers, flops, "TFLOP/s")
 
 
-def window(table: Table) -> None:
+def window(table: Table | None) -> None:
     """A causal window: its time beside that of the whole triangle, by visible fraction."""
     depth = 128
     shape = (1, CHANNELS // depth, WINDOW_LENGTH, depth)
     problem = Problem()
-    problem.operands = dict(zip("qkv", (normal(*shape) for _ in "qkv"), strict=True))
+    problem.operands = {name: normal(*shape, seed=ord(name)) for name in "qkv"}
     problem.out = torch.empty(shape, device="cuda").bfloat16()
     q, k, v = problem.operands.values()
     whole = 4 * WINDOW_LENGTH * CHANNELS * WINDOW_LENGTH / 2
@@ -187,7 +186,7 @@ def window(table: Table) -> None:
         case["mask"] = "causal" if width is None else f"window {width}"
         amount = whole if width is None else whole * fraction
         times = measure(table, case, problem, peers, amount, "TFLOP/s")
-        if hidden is not None:
+        if hidden:
             for name, ms in times.items():
                 if name in hidden:
                     ratio = ms / (hidden[name] * fraction)
@@ -206,11 +205,11 @@ def heavy_tail() -> list[int]:
     return lengths
 
 
-def ragged(table: Table) -> None:
+def ragged(table: Table | None, mask: str) -> None:
     lengths, depth = heavy_tail(), 128
     heads, batch, longest = CHANNELS // depth, len(lengths), max(lengths)
     prefix = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    tokens = [normal(RAGGED_TOKENS, heads, depth) for _ in "qkv"]
+    tokens = [normal(RAGGED_TOKENS, heads, depth, seed=ord(name)) for name in "qkv"]
     problem = Problem()
     problem.operands = {"prefix": prefix.view(-1, 1, 1, 1), **dict(zip("qkv", tokens, strict=True))}
     dim = (batch, heads, longest, depth)
@@ -219,39 +218,36 @@ def ragged(table: Table) -> None:
     problem.out = torch.empty_like(tokens[0])
     bounds = {f"max_total_seq_len_{side}": RAGGED_TOKENS for side in ("q", "kv")}
     bounds |= {f"cu_seq_len_{side}": "prefix" for side in ("q", "kv")}
-    for causal in (False, True):
-        problem.masks = {"use_causal_mask": causal, "use_padding_mask": True, **bounds}
+    is_causal = mask == "causal"
+    problem.masks = {"use_causal_mask": is_causal, "use_padding_mask": True, **bounds}
 
-        def flash(causal: bool = causal) -> torch.Tensor:
-            sizes = (prefix, prefix, longest, longest, 0.0, causal, False)
-            return torch.ops.aten._flash_attention_forward(*tokens, *sizes)[0]
+    def flash() -> torch.Tensor:
+        sizes = (prefix, prefix, longest, longest, 0.0, is_causal, False)
+        return torch.ops.aten._flash_attention_forward(*tokens, *sizes)[0]
 
-        flops = 4 * CHANNELS * sum(n * n for n in lengths) / (2 if causal else 1)
-        case = {"kind": "ragged", "depth": depth, "length": f"{batch} of {longest} at most"}
-        case["mask"] = "causal" if causal else "none"
-        measure(table, case, problem, {"torch flash": flash}, flops, "TFLOP/s")
+    flops = 4 * CHANNELS * sum(n * n for n in lengths) / (2 if is_causal else 1)
+    case = {"kind": "ragged", "depth": depth, "length": f"{batch} of {longest} at most"}
+    case["mask"] = mask
+    measure(table, case, problem, {"torch flash": flash}, flops, "TFLOP/s")
 
 
-def decode(table: Table) -> None:
+def decode(table: Table | None, page: int) -> None:
     batch, heads, heads_kv, depth = DECODE.values()
     for length in (4096, 32768):
-        for is_uneven in (False, True):
-            shares = UNEVEN if is_uneven else (1.0,) * batch
+        q = normal(batch, heads, 1, depth, seed=1)
+        k, v = (normal(batch, heads_kv, length, depth, seed=seed) for seed in (2, 3))
+        for kind, shares in (("even", (1.0,) * batch), ("uneven", UNEVEN)):
             used = torch.tensor([int(length * share) for share in shares]).int().cuda()
-            q = normal(batch, heads, 1, depth)
-            k, v = (normal(batch, heads_kv, length, depth + n)[..., :depth] for n in (0, 8))
-            k, v = k.contiguous(), v.contiguous()
             moved = int(used.sum()) * heads_kv * depth * 2 * 2
             source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
             peers = {"torch copy": functools.partial(torch.empty_like(source).copy_, source)}
-            if not is_uneven:
+            if kind == "even" and table is not None:
                 peers |= torch_peers(q, k, v, enable_gqa=True)
             expected = decoded(q, k, v, used)
-            for page in (0, 16, 128):
-                problem = decode_problem(q, k, v, used, page)
-                case = {"kind": "decode", "depth": depth, "length": length}
-                case["mask"] = ("uneven" if is_uneven else "even") + (f", page {page}" * bool(page))
-                measure(table, case, problem, peers, moved, "TB/s", expected)
+            problem = decode_problem(q, k, v, used, page)
+            case = {"kind": "decode", "depth": depth, "length": length}
+            case["mask"] = kind + (f", page {page}" * bool(page))
+            measure(table, case, problem, peers, moved, "TB/s", expected)
 
 
 def decode_problem(
@@ -304,8 +300,8 @@ def draw(table: Table) -> None:
     if not rows:
         return
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), sharey=True)
-    for line, mask in zip(axes, ("none", "causal"), strict=True):
-        for axis, depth in zip(line, (64, 128, 256), strict=True):
+    for line, mask in zip(axes, MASKS, strict=True):
+        for axis, depth in zip(line, DEPTHS, strict=True):
             for who in sorted({row["who"] for row in rows}):
                 points = [
                     (row["length"], float(row["rate"]))
@@ -322,16 +318,27 @@ def draw(table: Table) -> None:
     figure.savefig(RESULTS / device_name() / "attention.png", dpi=120)
 
 
-PARTS = {"dense": dense, "window": window, "ragged": ragged, "decode": decode}
+PARTS: dict[str, Callable[[Table | None], None]] = {
+    **{
+        f"dense-{depth}-{mask}": functools.partial(dense, depth=depth, mask=mask)
+        for depth in DEPTHS
+        for mask in MASKS
+    },
+    "window": window,
+    **{f"ragged-{mask}": functools.partial(ragged, mask=mask) for mask in MASKS},
+    **{f"decode-{page}": functools.partial(decode, page=page) for page in PAGES},
+}
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(PARTS)
-    table = Table("attention", "python benchmark/attention_gpu.py " + " ".join(sys.argv[1:]))
+    names = [name for name in sys.argv[1:] if name != "--build"] or list(PARTS)
+    table = Table("attention", " ".join(["python benchmark/attention_gpu.py", *sys.argv[1:]]))
+    is_building = "--build" in sys.argv
     for name in names:
-        PARTS[name](table)
-    table.write()
-    draw(table)
+        PARTS[name](None if is_building else table)
+    if not is_building:
+        table.write()
+        draw(table)
 
 
 if __name__ == "__main__":
