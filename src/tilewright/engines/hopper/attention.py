@@ -39,24 +39,16 @@ _TYPES = {DataType.BFLOAT16: gl.bfloat16, DataType.HALF: gl.float16}
 class AttentionConfig:
     """How a tile is cut: see the constants of ``attention_kernel``.
 
-    ``overlaps``: in a consumer two blocks' products are under way together, which takes registers
-    for both; without it ``q_slots`` is 1. ``turns``: consumers take turns on the tensor cores.
-    ``lazy``: accumulators are rescaled only where the maximum grew much. ``q_registers``: Q is
-    held in registers. ``emulated``: of eight exponentials, how many are polynomials. ``by_cost``:
-    causal tiles are dealt by their length. ``repairs``: tiles that hidden values spoiled are
-    computed again.
+    ``turns``: consumers take turns on the tensor cores. ``lazy``: accumulators are rescaled only
+    where the maximum grew much. ``by_cost``: causal tiles are dealt by their length.
     """
 
     block_n: int = 128
     warpgroups: int = 2
     stages: int = 2
     q_slots: int = 2
-    overlaps: bool = True
     turns: bool = True
-    lazy: bool = True
-    q_registers: bool = False
-    emulated: int = 0
-    repairs: bool = True
+    lazy: bool = False
     by_cost: bool = True
 
     @property
@@ -82,7 +74,7 @@ def choose_config(spec: AttentionSpec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
     depth, _ = padded_in_slabs(spec.depth)
     if depth == 64:
-        return AttentionConfig(warpgroups=3)
+        return AttentionConfig(warpgroups=3, lazy=True)
     if depth == 192:
         return AttentionConfig(q_slots=1)
     if depth == 256:
@@ -173,11 +165,8 @@ def plan_with(
             ("WARPGROUPS", config.warpgroups),
             ("STAGES", config.stages),
             ("Q_SLOTS", config.q_slots),
-            ("OVERLAPS", config.overlaps),
             ("TURNS", config.turns),
             ("LAZY", config.lazy),
-            ("Q_REGISTERS", config.q_registers),
-            ("EMULATED", config.emulated),
             ("BY_COST", config.by_cost and _cost_grows(spec)),
             *_mask_constants(spec, config),
             ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),
@@ -251,7 +240,7 @@ def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> tuple[tuple
         ("BOTTOM_RIGHT", spec.shifts),
         ("RIGHT_LOOP", has_right and not is_aligned),
         ("FIRST_MASKED", bool(has_left or has_right or has_tail)),
-        ("REPAIRS", config.repairs and (has_left or has_right)),
+        ("REPAIRS", has_left or has_right),
     )
 
 

@@ -35,7 +35,7 @@ from tilewright.engines.hopper.attention_records import (
     Problem,
     Tiling,
 )
-from tilewright.engines.hopper.attention_repair import repaired
+from tilewright.engines.hopper.attention_repair import repair, watched
 from tilewright.engines.hopper.attention_softmax import (
     LOG2E,
     MINUS_INFINITY,
@@ -44,8 +44,14 @@ from tilewright.engines.hopper.attention_softmax import (
     masked,
     rescaled,
     softmax_block,
+    thread_sums,
 )
-from tilewright.engines.hopper.barriers import FIRST_FREE, barrier_arrive, barrier_wait
+from tilewright.engines.hopper.barriers import (
+    FIRST_FREE,
+    barrier_arrive,
+    barrier_wait,
+    stores_done,
+)
 
 
 @gluon.jit
@@ -127,14 +133,14 @@ def pass_turn(tiling, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q, q_first, stage, memory, tiling):
-    """Start Q K^T for a stage: ``q`` if it is one slab, else those from ``q_first`` on."""
+def start_scores(q_first, stage, memory, tiling):
+    """Start Q K^T for a stage, slab by slab of the tile whose first one is ``q_first``."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
     )
     zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     k = memory.k.index(stage * tiling.SLABS).permute((1, 0))
-    scores = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma(memory.q.index(q_first), k, zero, use_acc=False, is_async=True)
     for s in gl.static_range(1, tiling.SLABS):
         k = memory.k.index(stage * tiling.SLABS + s).permute((1, 0))
         scores = warpgroup_mma(memory.q.index(q_first + s), k, scores, is_async=True)
@@ -143,7 +149,6 @@ def start_scores(q, q_first, stage, memory, tiling):
 
 @gluon.jit
 def next_block(
-    q,
     q_first,
     p,
     acc,
@@ -166,7 +171,7 @@ def next_block(
     phase = ((block + 1) // tiling.STAGES) & 1
     mbarrier.wait(memory.k_full.index(stage), phase)
     take_turn(tiling, WARPGROUP)
-    scores = start_scores(q, q_first, stage, memory, tiling)
+    scores = start_scores(q_first, stage, memory, tiling)
     acc_after = warpgroup_mma(p, memory.v.index(before), acc, is_async=True)
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -219,188 +224,6 @@ def leave(out, q, o_map, place, first, sequence, problem, tiling, features):
 
 
 @gluon.jit
-def whole_block(
-    q,
-    q_first,
-    acc,
-    top,
-    total,
-    first,
-    column,
-    block,
-    sequence,
-    memory,
-    problem,
-    tiling,
-    features,
-    MASKED: gl.constexpr,
-    CLEARS: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-):
-    """Both products of a block one after the other, softmax between them."""
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    stage = block % tiling.STAGES
-    phase = (block // tiling.STAGES) & 1
-    mbarrier.wait(memory.k_full.index(stage), phase)
-    take_turn(tiling, WARPGROUP)
-    scores = start_scores(q, q_first, stage, memory, tiling)
-    pass_turn(tiling, WARPGROUP)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
-    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
-    if MASKED:
-        scores = masked(scores, first, column, sequence, tiling, features)
-    p, factor, top, total = softmax_block(scores, top, total, problem.scale, tiling, MASKED)
-    p = gl.convert_layout(p.to(memory.v.dtype), p_layout)
-    acc = rescaled(acc, factor, tiling)
-    mbarrier.wait(memory.v_full.index(stage), phase)
-    if CLEARS:
-        clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
-    take_turn(tiling, WARPGROUP)
-    acc = warpgroup_mma(p, memory.v.index(stage), acc, is_async=True)
-    pass_turn(tiling, WARPGROUP)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
-    return acc, top, total
-
-
-@gluon.jit
-def consume_apart(
-    q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPGROUP: gl.constexpr
-):
-    """A consumer whose registers do not hold two blocks: its products come one by one.
-
-    The tensor cores are busy all the same: with turns, each consumer's softmax runs under a
-    product of another.
-    """
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
-    )
-    BN: gl.constexpr = tiling.BLOCK_N
-    HAS_TAIL: gl.constexpr = features.LENGTHS_KV != NO_LENGTHS
-    if WARPGROUP == tiling.WARPGROUPS - 1:
-        pass_turn(tiling, WARPGROUP)
-    block = 0
-    count = count_tiles(problem, tiling, features)
-    step = next_step(0, problem, tiling, features)
-    for number in range(count):
-        place, sequence = place_of(step, problem, tiling, features)
-        first = place.first + WARPGROUP * ROWS
-        q_first: gl.constexpr = WARPGROUP * tiling.Q_PITCH
-        q = memory.q.index(q_first)
-        mbarrier.wait(memory.q_full.index(0), number & 1)
-        column = (place.high - 1) * BN
-        free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
-        top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
-        acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
-        acc, top, total = whole_block(
-            q,
-            q_first,
-            acc,
-            top,
-            0.0,
-            first,
-            column,
-            block,
-            sequence,
-            memory,
-            problem,
-            tiling,
-            features,
-            features.FIRST_MASKED,
-            HAS_TAIL,
-            WARPGROUP,
-        )
-        block += 1
-        if features.RIGHT_LOOP:
-            for j in range(1, free):
-                acc, top, total = whole_block(
-                    q,
-                    q_first,
-                    acc,
-                    top,
-                    total,
-                    first,
-                    column - j * BN,
-                    block,
-                    sequence,
-                    memory,
-                    problem,
-                    tiling,
-                    features,
-                    True,
-                    False,
-                    WARPGROUP,
-                )
-                block += 1
-        for _ in range(free, edge):
-            acc, top, total = whole_block(
-                q,
-                q_first,
-                acc,
-                top,
-                total,
-                first,
-                0,
-                block,
-                sequence,
-                memory,
-                problem,
-                tiling,
-                features,
-                False,
-                False,
-                WARPGROUP,
-            )
-            block += 1
-        if features.HAS_LEFT:
-            for j in range(edge, n):
-                acc, top, total = whole_block(
-                    q,
-                    q_first,
-                    acc,
-                    top,
-                    total,
-                    first,
-                    column - j * BN,
-                    block,
-                    sequence,
-                    memory,
-                    problem,
-                    tiling,
-                    features,
-                    True,
-                    False,
-                    WARPGROUP,
-                )
-                block += 1
-        out, shift, inverse = finish(acc, top, total, place, first, sequence, problem, features)
-        if features.REPAIRS:
-            out = repaired(
-                out,
-                memory.q,
-                q_first,
-                shift,
-                inverse,
-                place,
-                first,
-                sequence,
-                problem,
-                tiling,
-                features,
-            )
-        leave(out, q, o_map, place, first, sequence, problem, tiling, features)
-        tma.store_wait(0)
-        if number + 1 < count:
-            barrier_arrive(tiling.Q_BARRIER, tiling.RELEASE)
-        step = next_step(step + 1, problem, tiling, features)
-    if WARPGROUP == 0:
-        take_turn(tiling, WARPGROUP)
-
-
-@gluon.jit
 def ends_of_masks(place, first, sequence, tiling, features):
     """(free, edge, n): blocks 1 to free - 1 of n are masked on the right, from edge on on the left.
 
@@ -429,7 +252,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout, k_width=2)
     BN: gl.constexpr = tiling.BLOCK_N
     STAGES: gl.constexpr = tiling.STAGES
     SLOTS: gl.constexpr = tiling.Q_SLOTS
@@ -444,18 +266,14 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
     if SLOTS == 2:
         some = count > 0
         mbarrier.wait(memory.q_full.index(0), 0, pred=some)
-        held = memory.q.index(WARPGROUP * tiling.Q_PITCH)
-        if tiling.Q_REGISTERS:
-            q_held = held.load(q_layout)
         mbarrier.wait(memory.k_full.index(0), 0, pred=some)
         take_turn(tiling, WARPGROUP)
-        token = start_scores(
-            q_held if tiling.Q_REGISTERS else held, WARPGROUP * tiling.Q_PITCH, 0, memory, tiling
-        )
+        token = start_scores(WARPGROUP * tiling.Q_PITCH, 0, memory, tiling)
         pass_turn(tiling, WARPGROUP)
         scores = warpgroup_mma_wait(0, deps=(token,))
         if some:
             barrier_arrive(tiling.K_BARRIER, tiling.RELEASE)
+    spoiled = thread_sums(nothing)
     step = next_step(0, problem, tiling, features)
     place, sequence = place_of(step, problem, tiling, features)
     for number in range(count):
@@ -463,10 +281,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         slot = number % SLOTS
         q_first = (slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
         q_slot = memory.q.index(q_first)
-        if tiling.Q_REGISTERS:
-            q = q_held
-        else:
-            q = q_slot
         stage = block % STAGES
         phase = (block // STAGES) & 1
         more = number + 1 < count
@@ -474,7 +288,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             mbarrier.wait(memory.q_full.index(slot), number & 1)
             mbarrier.wait(memory.k_full.index(stage), phase)
             take_turn(tiling, WARPGROUP)
-            token = start_scores(q, q_first, stage, memory, tiling)
+            token = start_scores(q_first, stage, memory, tiling)
             pass_turn(tiling, WARPGROUP)
             scores = warpgroup_mma_wait(0, deps=(token,))
             barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
@@ -499,7 +313,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         if features.RIGHT_LOOP:
             for j in range(1, free):
                 p, acc, top, total = next_block(
-                    q,
                     q_first,
                     p,
                     acc,
@@ -519,7 +332,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
                 block += 1
         for _ in range(free, edge):
             p, acc, top, total = next_block(
-                q,
                 q_first,
                 p,
                 acc,
@@ -540,7 +352,6 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         if features.HAS_LEFT:
             for j in range(edge, n):
                 p, acc, top, total = next_block(
-                    q,
                     q_first,
                     p,
                     acc,
@@ -566,14 +377,9 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             stage = block % STAGES
             mbarrier.wait(memory.q_full.index(next_slot), ((number + 1) // SLOTS) & 1, pred=more)
             next_first = (next_slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
-            held = memory.q.index(next_first)
-            if tiling.Q_REGISTERS:
-                q_held = held.load(q_layout)
             mbarrier.wait(memory.k_full.index(stage), (block // STAGES) & 1, pred=more)
             take_turn(tiling, WARPGROUP)
-            token = start_scores(
-                q_held if tiling.Q_REGISTERS else held, next_first, stage, memory, tiling
-            )
+            token = start_scores(next_first, stage, memory, tiling)
             acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
             pass_turn(tiling, WARPGROUP)
         else:
@@ -588,21 +394,9 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         else:
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
         barrier_arrive(tiling.V_BARRIER + last, tiling.RELEASE)
-        out, shift, inverse = finish(acc, top, total, place, first, sequence, problem, features)
+        out = finish(acc, top, total, place, first, sequence, problem, features)
         if features.REPAIRS:
-            out = repaired(
-                out,
-                memory.q,
-                q_first,
-                shift,
-                inverse,
-                place,
-                first,
-                sequence,
-                problem,
-                tiling,
-                features,
-            )
+            spoiled = watched(out, spoiled)
         leave(out, q_slot, o_map, place, first, sequence, problem, tiling, features)
         if SLOTS == 1:
             tma.store_wait(0)
@@ -610,32 +404,33 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
                 barrier_arrive(tiling.Q_BARRIER, tiling.RELEASE)
         place, sequence = next_place, next_sequence
     tma.store_wait(0)
+    if features.REPAIRS:
+        # Looked at once, when all is done, so that it costs the tiles nothing.
+        if gl.max(gl.max((spoiled != 0.0).to(gl.int32), 1), 0) != 0:
+            stores_done()
+            step = next_step(0, problem, tiling, features)
+            for number in range(count):
+                place, sequence = place_of(step, problem, tiling, features)
+                first = place.first + WARPGROUP * ROWS
+                repair(place, first, sequence, problem, tiling, features)
+                step = next_step(step + 1, problem, tiling, features)
     if WARPGROUP == 0:
         take_turn(tiling, WARPGROUP)
 
 
 @gluon.jit
 def consume_0(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
-    if tiling.OVERLAPS:
-        consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
-    else:
-        consume_apart(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
 
 
 @gluon.jit
 def consume_1(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
-    if tiling.OVERLAPS:
-        consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
-    else:
-        consume_apart(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
 
 
 @gluon.jit
 def consume_2(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
-    if tiling.OVERLAPS:
-        consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)
-    else:
-        consume_apart(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)
 
 
 @gluon.jit
@@ -702,11 +497,8 @@ def attention_forward(
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     TURNS: gl.constexpr,
     LAZY: gl.constexpr,
-    Q_REGISTERS: gl.constexpr,
-    EMULATED: gl.constexpr,
     BY_COST: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -730,11 +522,8 @@ def attention_forward(
         WARPGROUPS,
         STAGES,
         Q_SLOTS,
-        OVERLAPS,
         TURNS,
         LAZY,
-        Q_REGISTERS,
-        EMULATED,
         BY_COST,
     )
     features = Features(

@@ -29,11 +29,8 @@ class Tiling:
     WARPGROUPS: gl.constexpr
     STAGES: gl.constexpr
     Q_SLOTS: gl.constexpr
-    OVERLAPS: gl.constexpr
     TURNS: gl.constexpr
     LAZY: gl.constexpr
-    Q_REGISTERS: gl.constexpr
-    EMULATED: gl.constexpr
     BY_COST: gl.constexpr
     # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
     # tile's rows; the barriers' numbers; and the threads that meet at a release.
@@ -55,11 +52,8 @@ class Tiling:
         WARPGROUPS,
         STAGES,
         Q_SLOTS,
-        OVERLAPS,
         TURNS,
         LAZY,
-        Q_REGISTERS,
-        EMULATED,
         BY_COST,
     ):
         self.BLOCK_N = gl.constexpr(BLOCK_N)
@@ -69,11 +63,8 @@ class Tiling:
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.STAGES = gl.constexpr(STAGES)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
-        self.OVERLAPS = gl.constexpr(OVERLAPS)
         self.TURNS = gl.constexpr(TURNS)
         self.LAZY = gl.constexpr(LAZY)
-        self.Q_REGISTERS = gl.constexpr(Q_REGISTERS)
-        self.EMULATED = gl.constexpr(EMULATED)
         self.BY_COST = gl.constexpr(BY_COST)
         self.SLAB = gl.constexpr(DEPTH // SLABS)
         self.Q_PITCH = gl.constexpr(max(SLABS, DEPTH_V * SLABS // DEPTH))

@@ -1,9 +1,10 @@
 """Hidden values that are not finite: finding that they spoiled a tile, and computing it again.
 
 A hidden key has probability 0, and 0 times NaN or infinity is NaN: a matrix product spreads it to
-rows that must not see it. That is rare, so the fast path only looks whether a tile came out finite
-where masks hide keys of it. If not, and if a value that some row may not see is to blame, the tile
-is summed again key by key, and what a row does not see is not looked at.
+rows that must not see it. That is rare, so tiles only note whether they came out finite where masks
+hide keys. If one did not, its program goes through its tiles again when all is done: those of which
+some row may not see a value that is not finite are summed anew, key by key, and what a row does not
+see is not looked at.
 """
 
 from triton.experimental import gluon
@@ -11,33 +12,39 @@ from triton.experimental.gluon import language as gl
 
 from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_softmax import LOG2E, MINUS_INFINITY, thread_sums
+
+# Columns of Q that are multiplied at a time.
+CHUNK = gl.constexpr(64)
 
 
 @gluon.jit
-def repaired(out, q, q_first, shift, inverse, place, first, sequence, problem, tiling, features):
-    """The tile, summed again if hidden values spoiled it."""
-    # A row's sum is not finite if an element is not.
-    sums = gl.sum(out, 1)
-    if gl.max((sums - sums != 0.0).to(gl.int32), 0) != 0:
-        low = place.low * tiling.BLOCK_N
-        high = min(place.high * tiling.BLOCK_N, sequence.keys)
-        if hides_infinities(first, low, high, place, sequence, problem, tiling, features, out) != 0:
-            out = summed_again(
-                out,
-                q,
-                q_first,
-                shift,
-                inverse,
-                low,
-                high,
-                place,
-                first,
-                sequence,
-                problem,
-                tiling,
-                features,
-            )
-    return out
+def watched(out, spoiled):
+    """``spoiled``, which turns from 0 to NaN where a thread's part of the tile is not finite."""
+    sums = thread_sums(out)
+    return spoiled + (sums - sums)
+
+
+@gluon.jit
+def repair(place, first, sequence, problem, tiling, features):
+    """Compute a tile's rows again if a value that one of them may not see is not finite."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
+    )
+    low = place.low * tiling.BLOCK_N
+    high = min(place.high * tiling.BLOCK_N, sequence.keys)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    found = gl.zeros([tiling.DEPTH_V], gl.float32, columns)
+    if features.HAS_RIGHT:
+        for key in range(max(first + sequence.right + 1, low), high):
+            row = value_row(key, place, sequence, problem, tiling, features, columns)
+            found += row - row
+    if features.HAS_LEFT:
+        for key in range(low, min(first + ROWS - sequence.left, high)):
+            row = value_row(key, place, sequence, problem, tiling, features, columns)
+            found += row - row
+    if gl.max((found != 0.0).to(gl.int32), 0) != 0:
+        compute_again(low, high, place, first, sequence, problem, tiling, features, layout)
 
 
 @gluon.jit
@@ -51,57 +58,74 @@ def value_row(key, place, sequence, problem, tiling, features, LAYOUT: gl.conste
 
 
 @gluon.jit
-def hides_infinities(first, low, high, place, sequence, problem, tiling, features, out):
-    """1 if a value that some row of the tile may not see is not finite, else 0."""
-    layout: gl.constexpr = gl.SliceLayout(0, out.type.layout)
-    found = gl.zeros([tiling.DEPTH_V], gl.float32, layout)
-    if features.HAS_RIGHT:
-        for key in range(max(first + sequence.right + 1, low), high):
-            row = value_row(key, place, sequence, problem, tiling, features, layout)
-            found += row - row
-    if features.HAS_LEFT:
-        for key in range(low, min(first + ROWS - sequence.left, high)):
-            row = value_row(key, place, sequence, problem, tiling, features, layout)
-            found += row - row
-    return gl.max((found != 0.0).to(gl.int32), 0)
+def score_column(key, rows, place, sequence, problem, tiling, features):
+    """q_i . k_key for the tile's rows."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16]
+    )
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
+    parts = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    head = place.head // problem.group
+    k_at = problem.k.pointer + element(
+        problem.k, place.batch, head, key + sequence.k_row, features.RAGGED_KV
+    )
+    q_at = problem.q.pointer + element(
+        problem.q, place.batch, place.head, sequence.q_row, features.RAGGED_Q
+    )
+    q_at = q_at + rows.to(gl.int64)[:, None] * problem.q.row
+    score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    for start in range(0, tiling.DEPTH, CHUNK):
+        inside = start + parts < problem.depth
+        k = gl.load(k_at + start + parts, mask=inside, other=0.0).to(gl.float32)
+        mask = (rows < sequence.rows)[:, None] & inside[None, :]
+        q = gl.load(q_at + (start + parts)[None, :], mask=mask, other=0.0).to(gl.float32)
+        score += gl.sum(q * k[None, :], 1)
+    return score
 
 
 @gluon.jit
-def summed_again(
-    out, q, q_first, shift, inverse, low, high, place, first, sequence, problem, tiling, features
+def compute_again(
+    low, high, place, first, sequence, problem, tiling, features, LAYOUT: gl.constexpr
 ):
-    """The tile key by key: sum over j of 2^(c q.k_j - shift) v_j over the keys that a row sees."""
-    layout: gl.constexpr = out.type.layout
-    # Columns of Q that are multiplied at a time.
-    CHUNK: gl.constexpr = tiling.SLAB if tiling.SLAB < 64 else 64
-    chunk_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16]
-    )
-    again = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, layout)
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    parts = gl.arange(0, CHUNK, gl.SliceLayout(0, chunk_layout))
-    head = place.head // problem.group
+    """O of a tile, key by key, from global memory; Stats were right, as scores are selected."""
+    of_row: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    of_column: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    rows = first + gl.arange(0, ROWS, of_row)
+    top = gl.full([ROWS], MINUS_INFINITY, gl.float32, of_row)
+    if features.HAS_SINK:
+        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
+        top = gl.full([ROWS], 0.0, gl.float32, of_row) + sink
+    total = gl.exp2(top - top)
+    total = gl.where(top == MINUS_INFINITY, 0.0, total)
+    out = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, LAYOUT)
     for key in range(low, high):
-        score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, chunk_layout))
-        at = problem.k.pointer + element(
-            problem.k, place.batch, head, key + sequence.k_row, features.RAGGED_KV
-        )
-        for start in gl.static_range(0, tiling.DEPTH, CHUNK):
-            slab = q.index(q_first + start // tiling.SLAB)
-            part = slab.slice(start % tiling.SLAB, CHUNK, 1).load(chunk_layout).to(gl.float32)
-            k = gl.load(at + start + parts, mask=start + parts < problem.depth, other=0.0)
-            score += gl.sum(part * k.to(gl.float32)[None, :], 1)
-        score = gl.convert_layout(score, gl.SliceLayout(1, layout))
-        weight = gl.exp2(score * problem.scale - shift) * inverse
-        seen = rows >= 0
-        if features.LENGTHS_Q != NO_LENGTHS:
-            seen = rows < sequence.rows
+        score = score_column(key, rows, place, sequence, problem, tiling, features)
+        score = gl.convert_layout(score, of_row) * problem.scale
+        seen = rows < sequence.rows
         if features.HAS_RIGHT:
             seen = seen & (key <= rows + sequence.right)
         if features.HAS_LEFT:
             seen = seen & (key > rows - sequence.left)
-        value = value_row(
-            key, place, sequence, problem, tiling, features, gl.SliceLayout(0, layout)
-        )
-        again += gl.where(seen[:, None], weight[:, None] * value[None, :], 0.0)
-    return again
+        new_top = gl.where(seen, gl.maximum(top, score), top)
+        shift = gl.where(new_top == MINUS_INFINITY, 0.0, new_top)
+        weight = gl.exp2(score - shift)
+        factor = gl.exp2(top - shift)
+        factor = gl.where(seen, factor, 1.0)
+        value = value_row(key, place, sequence, problem, tiling, features, of_column)
+        total = total * factor + gl.where(seen, weight, 0.0)
+        added = gl.where(seen[:, None], weight[:, None] * value[None, :], 0.0)
+        out = out * factor[:, None] + added
+        top = new_top
+    out = gl.where((total == 0.0)[:, None], 0.0, out / total[:, None])
+    columns = gl.arange(0, tiling.DEPTH_V, of_column)
+    at = problem.o.pointer + element(
+        problem.o, place.batch, place.head, sequence.o_row, features.RAGGED_Q
+    )
+    end = problem.rows
+    if features.LENGTHS_Q != NO_LENGTHS:
+        end = sequence.rows
+    gl.store(
+        at + rows.to(gl.int64)[:, None] * problem.o.row + columns[None, :],
+        out.to(problem.o.pointer.dtype.element_ty),
+        mask=(rows < end)[:, None] & (columns < problem.depth_v)[None, :],
+    )

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
-from tilewright.engines.hopper.exponentials import exp2
+from tilewright.engines.hopper.barriers import partition_barrier
 from tilewright.engines.hopper.rescaling import rescale_if_needed
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
@@ -51,7 +51,7 @@ def clear_tail(values, valid, tiling):
         block = values.load(layout)
         values.store(gl.where((rows < valid)[:, None], block, 0.0).to(values.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        partition_barrier()
 
 
 @gluon.jit
@@ -70,9 +70,7 @@ def softmax_block(scores, top, total, scale, tiling, MASKED: gl.constexpr):
     shift = new_top * scale
     if MASKED:
         shift = gl.where(new_top == MINUS_INFINITY, 0.0, shift)
-        p = gl.exp2(scores * scale - shift[:, None])
-    else:
-        p = exp2(scores * scale - shift[:, None], tiling.EMULATED)
+    p = gl.exp2(scores * scale - shift[:, None])
     factor = gl.exp2(top * scale - shift)
     sums = thread_sums(p)
     spread = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
@@ -93,7 +91,7 @@ def rescaled(acc, factor, tiling):
 
 @gluon.jit
 def finish(acc, top, total, place, first, sequence, problem, features):
-    """(normalized accumulator, exponent's shift and factor of its rows); Stats are stored."""
+    """The normalized accumulator; Stats are stored."""
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows = first + gl.arange(0, ROWS, layout)
     total = gl.convert_layout(gl.sum(total, 1), layout)
@@ -132,4 +130,4 @@ def finish(acc, top, total, place, first, sequence, problem, features):
     if features.LENGTHS_Q != NO_LENGTHS:
         # What rows of padding hold, NaN included, does not matter.
         out = gl.where(empty[:, None], 0.0, out)
-    return out, shift, gl.where(empty, 0.0, 1.0 / total)
+    return out

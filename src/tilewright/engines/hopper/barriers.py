@@ -12,6 +12,9 @@ from triton.experimental.gluon import language as gl
 
 FIRST_FREE = gl.constexpr(5)
 
+# All threads of a partition meet; Triton 3.7 has another name for it.
+partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 
 @gluon.jit
 def barrier_wait(number, THREADS: gl.constexpr):
@@ -37,3 +40,17 @@ def barrier_arrive(number, THREADS: gl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def stores_done():
+    """Wait until this warpgroup's bulk stores are in global memory, in everybody's sight."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;",
+        "=r,r,~{memory}",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    partition_barrier()
