@@ -1,25 +1,28 @@
 """Attention forward on a GPU: dense, windowed, ragged, and decoding, against PyTorch's kernels.
 
-    python benchmark/attention_gpu.py [--build] [dense-64-none ..] [window] [ragged-causal ..] ..
+    python benchmark/attention_gpu.py [--build | --draw] [dense-64-none ..] [window] [ragged-causal ..] ..
 
 bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two products of
 2 S^2 D a head, half of that under a causal mask. Ragged lengths come from a heavy tail, 64k tokens
 in all. Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, TB/s of
 what has to be read. One run measures everything, on the same inputs, medians of interleaved rounds
 with a cold L2, after a comparison of results. Writes attention.csv and attention.png under
-benchmark/results/<device>/. With --build it only compiles, so that parts can do so side by side.
+benchmark/results/<device>/. With --build it only compiles, so that parts can do so side by side;
+with --draw it draws the csv that is there.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results import RESULTS, Table, device_name
+from results import RESULTS, Table
 from timing import Call, device_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -289,7 +292,7 @@ def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tenso
     return out
 
 
-def draw(table: Table) -> None:
+def draw(table: Table, path: Path) -> None:
     """Dense cases by length, a panel a head size and mask."""
     import matplotlib
 
@@ -315,7 +318,20 @@ def draw(table: Table) -> None:
     axes[1, 0].set_ylabel("TFLOP/s")
     axes[0, 0].legend()
     figure.tight_layout()
-    figure.savefig(RESULTS / device_name() / "attention.png", dpi=120)
+    figure.savefig(path, dpi=120)
+
+
+def draw_again() -> None:
+    """The picture of the csv that is there."""
+    for path in RESULTS.glob("*/attention.csv"):
+        with path.open() as file:
+            lines = [line for line in file if not line.startswith("#")]
+        table = Table("attention", "")
+        for row in csv.DictReader(lines):
+            whole = {"depth": int(row["depth"])} if row["kind"] == "dense" else {}
+            whole |= {"length": int(row["length"])} if row["kind"] == "dense" else {}
+            table.add(**row | whole)
+        draw(table, path.with_suffix(".png"))
 
 
 PARTS: dict[str, Callable[[Table | None], None]] = {
@@ -331,14 +347,17 @@ PARTS: dict[str, Callable[[Table | None], None]] = {
 
 
 def main() -> None:
+    if "--draw" in sys.argv:
+        draw_again()
+        return
     names = [name for name in sys.argv[1:] if name != "--build"] or list(PARTS)
     table = Table("attention", " ".join(["python benchmark/attention_gpu.py", *sys.argv[1:]]))
     is_building = "--build" in sys.argv
     for name in names:
         PARTS[name](None if is_building else table)
     if not is_building:
-        table.write()
-        draw(table)
+        path = table.write()
+        draw(table, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
