@@ -1,6 +1,6 @@
 """Attention forward on a GPU: dense, windowed, ragged, and decoding, against PyTorch's kernels.
 
-    python benchmark/attention_gpu.py [--build | --draw] [dense-64-none ..] [window] [ragged-causal ..] ..
+    python benchmark/attention_gpu.py [--build | --draw] [dense-64-none ..] [window] ..
 
 bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two products of
 2 S^2 D a head, half of that under a causal mask. Ragged lengths come from a heavy tail, 64k tokens
