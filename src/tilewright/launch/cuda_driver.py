@@ -41,6 +41,7 @@ def driver() -> ctypes.CDLL:
             *([pointer] * 4),
             *([ctypes.c_int] * 4),
         ]
+        library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
     # Since CUDA 12.4.
     if hasattr(library, "cuFuncGetParamInfo"):
         library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]

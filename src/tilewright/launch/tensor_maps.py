@@ -113,14 +113,22 @@ def map_decline_reason(tensor: Tensor, *, is_flat: bool = False) -> str | None:
     return None
 
 
+_MapMemory = ctypes.c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+
+
 class TensorMapEncoder:
-    """Encodes one map for the addresses that calls bring. Immutable."""
+    """Encodes one map for the addresses that calls bring.
+
+    A map that was made once is made for another address by writing that into a copy.
+    """
 
     def __init__(self, argument: TensorMap) -> None:
         self.slot = argument.slot
         self.is_flat = argument.is_flat
         self._label = argument.label
         self._argument = argument
+        # (bytes that the operand owns if that matters, its map); replaced as a whole.
+        self._known: tuple[int, bytes] | None = None
         rank = argument.rank
         item_bytes = argument.data_type.bits // 8
         # The driver lists the innermost axis first, and no stride for it.
@@ -152,16 +160,26 @@ class TensorMapEncoder:
                 f"map, which needs a multiple of {STEP_BYTES} bytes. Copy it, or bar the engine "
                 "before the graph is built: graph.deselect_engines(['hopper'])"
             )
-        arrays = self._arrays
-        if self.is_flat:
-            arrays = (self._flat_dim(stop - start), *arrays[1:])
-        memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+        owned = stop - start if self.is_flat else 0
+        memory = _MapMemory()
         skip = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
-        status = driver().cuTensorMapEncodeTiled(
-            ctypes.addressof(memory) + skip, *self._leading, start, *arrays, *self._modes
-        )
-        check(status, f"tensor {self._label}: encoding its tensor map")
-        return memory.raw[skip : skip + TENSOR_MAP_BYTES]
+        place = ctypes.addressof(memory) + skip
+        known, library = self._known, driver()
+        if known is not None and known[0] == owned:
+            memory[skip : skip + TENSOR_MAP_BYTES] = known[1]
+            status = library.cuTensorMapReplaceAddress(place, start)
+        else:
+            arrays = self._arrays
+            if self.is_flat:
+                arrays = (self._flat_dim(owned), *arrays[1:])
+            status = library.cuTensorMapEncodeTiled(
+                place, *self._leading, start, *arrays, *self._modes
+            )
+        if status:
+            check(status, f"tensor {self._label}: encoding its tensor map")
+        made = memory.raw[skip : skip + TENSOR_MAP_BYTES]
+        self._known = (owned, made)
+        return made
 
     def _flat_dim(self, owned_bytes: int) -> ctypes.Array[ctypes.c_uint64]:
         """The extents for a buffer of ``owned_bytes``: as many rows as all heads have of it."""

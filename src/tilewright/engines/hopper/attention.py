@@ -39,8 +39,8 @@ _TYPES = {DataType.BFLOAT16: gl.bfloat16, DataType.HALF: gl.float16}
 class AttentionConfig:
     """How a tile is cut: see the constants of ``attention_kernel``.
 
-    ``turns``: consumers take turns on the tensor cores. ``lazy``: accumulators are rescaled only
-    where the maximum grew much. ``by_cost``: causal tiles are dealt by their length.
+    ``turns``: consumers take turns on the tensor cores. ``by_cost``: causal tiles are dealt by
+    their length.
     """
 
     block_n: int = 128
@@ -48,7 +48,6 @@ class AttentionConfig:
     stages: int = 2
     q_slots: int = 2
     turns: bool = True
-    lazy: bool = False
     by_cost: bool = True
 
     @property
@@ -73,13 +72,19 @@ def padded_in_slabs(head_size: int) -> tuple[int, int]:
 def choose_config(spec: AttentionSpec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
     depth, _ = padded_in_slabs(spec.depth)
-    if depth == 64:
-        return AttentionConfig(warpgroups=3, lazy=True)
+    if depth == 64 and not spec.is_banded and _fits_three(spec.rows):
+        return AttentionConfig(warpgroups=3)
     if depth == 192:
         return AttentionConfig(q_slots=1)
     if depth == 256:
         return AttentionConfig(block_n=64, q_slots=1)
     return AttentionConfig()
+
+
+def _fits_three(rows: int) -> bool:
+    """True if tiles of three warpgroups' rows waste little of their last one."""
+    height = 3 * _WARPGROUP_ROWS
+    return -(-rows // height) * height <= 1.08 * rows
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -166,7 +171,6 @@ def plan_with(
             ("STAGES", config.stages),
             ("Q_SLOTS", config.q_slots),
             ("TURNS", config.turns),
-            ("LAZY", config.lazy),
             ("BY_COST", config.by_cost and _cost_grows(spec)),
             *_mask_constants(spec, config),
             ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),

@@ -62,7 +62,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Row statistics, the products, dQ, and dSink where it is asked for."""
-    call = _Call(_only_spec(graph), slot_numbers(graph), sm_count)
+    call = _Call(_only_spec(graph), slot_numbers(graph))
     kernels = [call.prepare(), call.products(dict(knobs).get(knob_type.STAGES, _STAGES))]
     kernels.append(call.finish())
     if "dSink_token" in call.spec.ports:
@@ -129,8 +129,8 @@ class _Arguments:
 class _Call:
     """What the launches of one plan have in common."""
 
-    def __init__(self, spec: BackwardSpec, slots: Mapping[int, int], sm_count: int) -> None:
-        self.spec, self.slots, self.sm_count = spec, slots, sm_count
+    def __init__(self, spec: BackwardSpec, slots: Mapping[int, int]) -> None:
+        self.spec, self.slots = spec, slots
         self.depth, self.depth_v = padded(spec.depth), padded(spec.depth_v)
         self.lines = spec.batch * spec.heads_q
         self.padded_rows = -(-spec.rows // _ROWS) * _ROWS
@@ -184,7 +184,6 @@ class _Call:
             right=spec.right or 0,
             heads_kv=spec.heads_kv,
             group=spec.group,
-            cohort=self._cohort(),
             depth=spec.depth,
             depth_v=spec.depth_v,
         )
@@ -200,18 +199,6 @@ class _Call:
         }
         programs = -(-spec.keys // _BLOCK_KEYS) * spec.heads_kv * spec.batch
         return arguments.kernel(attention_backward, programs, constants, 4, _ENTRY_REGISTERS)
-
-    def _cohort(self) -> int:
-        """Key heads whose blocks start longest first; 1 where all are as long.
-
-        Enough for two rounds of all multiprocessors, so that no long block starts last; no more,
-        so that what they read stays in the L2 cache.
-        """
-        spec = self.spec
-        if spec.right is None or spec.left is not None:
-            return 1
-        blocks = -(-spec.keys // _BLOCK_KEYS)
-        return min(-(-2 * self.sm_count // blocks), spec.heads_kv * spec.batch)
 
     def finish(self) -> PlannedKernel:
         """DQ from its sums."""

@@ -421,21 +421,18 @@ def produce_for(q_map, k_map, v_map, d_o_map, memory, problem, config,
 @gluon.jit
 def attention_backward(
     q_map, k_map, v_map, d_o_map, d_k, d_v, lse, delta, sums,
-    scale, rows, keys, padded_rows, left, right, heads_kv, group, cohort, depth, depth_v,
+    scale, rows, keys, padded_rows, left, right, heads_kv, group, depth, depth_v,
     d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row,
     DEPTH: gl.constexpr, DEPTH_V: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     config = Config(DEPTH, DEPTH_V, STAGES, HAS_LEFT, HAS_RIGHT, HAS_TAIL)
-    # Early keys see most rows under a causal mask: of ``cohort`` heads they start first.
+    # Early keys see most rows under a causal mask: they start first.
     blocks = (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
     program = gl.program_id(0)
-    first_line = program // (blocks * cohort) * cohort
-    together = min(cohort, gl.num_programs(0) // blocks - first_line)
-    place = program - first_line * blocks
-    first_key = place // together * BLOCK_KEYS
-    line = first_line + place % together
-    head_kv, batch = line % heads_kv, line // heads_kv
+    first_key = (program % blocks) * BLOCK_KEYS
+    head_kv = program // blocks % heads_kv
+    batch = program // (blocks * heads_kv)
     problem = Problem(
         lse, delta, sums, scale, rows, keys, padded_rows, left, right, heads_kv, group,
         first_key, head_kv, batch,

@@ -178,13 +178,13 @@ def next_block(
     barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
     if MASKED:
         scores = masked(scores, first, column, sequence, tiling, features)
-    p_next, factor, top, total = softmax_block(scores, top, total, problem.scale, tiling, MASKED)
+    p_next, factor, top, total = softmax_block(scores, top, total, problem.scale, MASKED)
     # Waiting here, before the product's end, keeps the assembler from moving that wait above the
     # exponentials: a loop lies between.
     mbarrier.wait(memory.v_full.index(stage), phase)
     acc, p = warpgroup_mma_wait(0, deps=(acc_after, p))
     barrier_arrive(tiling.V_BARRIER + before, tiling.RELEASE)
-    acc = rescaled(acc, factor, tiling)
+    acc = rescaled(acc, factor)
     p = gl.convert_layout(p_next.to(memory.v.dtype), p.type.layout)
     return p, acc, top, total
 
@@ -297,7 +297,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             scores = masked(scores, first, column, sequence, tiling, features)
         top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
         p_first, _, top, total = softmax_block(
-            scores, top, 0.0, problem.scale, tiling, features.FIRST_MASKED
+            scores, top, 0.0, problem.scale, features.FIRST_MASKED
         )
         p = gl.convert_layout(p_first.to(memory.v.dtype), p_layout)
         acc = nothing
@@ -498,7 +498,6 @@ def attention_forward(
     STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
     TURNS: gl.constexpr,
-    LAZY: gl.constexpr,
     BY_COST: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -523,7 +522,6 @@ def attention_forward(
         STAGES,
         Q_SLOTS,
         TURNS,
-        LAZY,
         BY_COST,
     )
     features = Features(

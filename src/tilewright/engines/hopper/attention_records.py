@@ -30,7 +30,6 @@ class Tiling:
     STAGES: gl.constexpr
     Q_SLOTS: gl.constexpr
     TURNS: gl.constexpr
-    LAZY: gl.constexpr
     BY_COST: gl.constexpr
     # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
     # tile's rows; the barriers' numbers; and the threads that meet at a release.
@@ -53,7 +52,6 @@ class Tiling:
         STAGES,
         Q_SLOTS,
         TURNS,
-        LAZY,
         BY_COST,
     ):
         self.BLOCK_N = gl.constexpr(BLOCK_N)
@@ -64,7 +62,6 @@ class Tiling:
         self.STAGES = gl.constexpr(STAGES)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.TURNS = gl.constexpr(TURNS)
-        self.LAZY = gl.constexpr(LAZY)
         self.BY_COST = gl.constexpr(BY_COST)
         self.SLAB = gl.constexpr(DEPTH // SLABS)
         self.Q_PITCH = gl.constexpr(max(SLABS, DEPTH_V * SLABS // DEPTH))

@@ -2,10 +2,8 @@
 
 Softmax in base 2 with the scale folded in; the running maximum m and the sum l of a row:
     m' = max(m, max s),  p = 2^(c s - c m'),  l' = 2^(c m - c m') l + sum p,  c = scale * log2(e).
-With LAZY the accumulator is rescaled only where m' is more than RESCALE_ABOVE powers of two above
-the maximum in use: l and O share whatever factor was left out, and float32 holds it.
 
-Source: Milakov and Gimelshein 2018 (running maximum); the lazy factor as in FlashAttention 4.
+Source: Milakov and Gimelshein 2018.
 """
 
 from triton.experimental import gluon
@@ -15,12 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 from tilewright.engines.hopper.barriers import partition_barrier
-from tilewright.engines.hopper.rescaling import rescale_if_needed
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-RESCALE_ABOVE = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -62,11 +58,9 @@ def thread_sums(p):
 
 
 @gluon.jit
-def softmax_block(scores, top, total, scale, tiling, MASKED: gl.constexpr):
+def softmax_block(scores, top, total, scale, MASKED: gl.constexpr):
     """(p, factor of what came before, the new maximum, the new sums) of one block of scores."""
     new_top = gl.maximum(top, gl.max(scores, 1))
-    if tiling.LAZY:
-        new_top = gl.where((new_top - top) * scale > RESCALE_ABOVE, new_top, top)
     shift = new_top * scale
     if MASKED:
         shift = gl.where(new_top == MINUS_INFINITY, 0.0, shift)
@@ -78,15 +72,11 @@ def softmax_block(scores, top, total, scale, tiling, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def rescaled(acc, factor, tiling):
+def rescaled(acc, factor):
     """The accumulator times a factor a row."""
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     factor = gl.convert_layout(factor, layout, assert_trivial=True)
-    if tiling.LAZY:
-        acc = rescale_if_needed(acc, factor[:, None], acc.shape[0] * acc.shape[1] // 128)
-    else:
-        acc = acc * factor[:, None]
-    return acc
+    return acc * factor[:, None]
 
 
 @gluon.jit

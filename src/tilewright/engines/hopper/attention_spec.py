@@ -52,6 +52,11 @@ class AttentionSpec:
     stats_log2: bool
 
     @property
+    def is_banded(self) -> bool:
+        """True if a band hides keys."""
+        return self.left is not None or self.right is not None
+
+    @property
     def group(self) -> int:
         """Query heads a key head."""
         return self.heads_q // self.heads_kv
