@@ -35,7 +35,7 @@ from tilewright.engines.compiled.planned import (
 )
 from tilewright.engines.triton.device_math import cast, narrow, product
 from tilewright.engines.triton.rows import only_operation
-from tilewright.engines.triton.trigonometry import cosine_and_sine
+from tilewright.engines.triton.trigonometry import cosine_and_sine, is_large
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
@@ -49,6 +49,50 @@ _WARP_THREADS = 32
 _WARPS = 8
 # Programs wanted on each multiprocessor before heads are not split any further.
 _PROGRAMS_A_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def _rotate(
+    low,
+    high,
+    tables,
+    places,
+    start,
+    last,
+    steps,
+    in_table,
+    scale,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_ADJOINT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """All heads of a block of positions; ``low`` and ``high`` are those of the first step."""
+    low_cos, low_sin, high_cos, high_sin = tables
+    x_row, x_head, x_step, out_row, out_head, out_step = places
+    for first in range(start, last, HEADS):
+        head = first + steps
+        inside = (head < last) & in_table[None, :, :]
+        following = head + HEADS
+        is_there = (following < last) & in_table[None, :, :]
+        at = x_row + following * x_head
+        next_low = tl.load(at, mask=is_there, other=0.0)
+        next_high = tl.load(at + HALF * x_step, mask=is_there, other=0.0)
+        low, high = cast(low, COMPUTE), cast(high, COMPUTE)
+        if IS_ADJOINT:
+            low_result = product(low, low_cos) + product(high, high_sin)
+            high_result = product(high, high_cos) - product(low, low_sin)
+        else:
+            low_result = product(low, low_cos) - product(high, low_sin)
+            high_result = product(high, high_cos) + product(low, high_sin)
+        if HAS_SCALE:
+            low_result, high_result = low_result * scale, high_result * scale
+        to = out_row + head * out_head
+        tl.store(to, narrow(low_result, out_row.dtype.element_ty), mask=inside)
+        to += HALF * out_step
+        tl.store(to, narrow(high_result, out_row.dtype.element_ty), mask=inside)
+        low, high = next_low, next_high
 
 
 @triton.jit
@@ -106,49 +150,51 @@ def rotate_pairs(
     angles = freqs + batch * freqs_batch + (token * freqs_token)[:, None]
     angles += pair[None, :] * freqs_step
     angle = cast(tl.load(angles, mask=in_table, other=0.0), tl.float32)
-    cosine, sine = cosine_and_sine(angle)
-    low_cos, low_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
-    high_cos, high_sin = low_cos, low_sin
+    state = is_large(angle)
     if SECOND:
-        other = cast(tl.load(angles + SECOND * freqs_step, mask=in_table, other=0.0), tl.float32)
-        # Mostly the halves are equal, signs of zero included.
+        angles += SECOND * freqs_step
+        other = cast(tl.load(angles, mask=in_table, other=0.0), tl.float32)
         differs = other.to(tl.int32, bitcast=True) != angle.to(tl.int32, bitcast=True)
-        if tl.max(differs.to(tl.int32), axis=None) > 0:
-            cosine, sine = cosine_and_sine(other)
-            high_cos, high_sin = cast(cosine, COMPUTE), cast(sine, COMPUTE)
-    low_cos, low_sin = low_cos[None, :, :], low_sin[None, :, :]
-    high_cos, high_sin = high_cos[None, :, :], high_sin[None, :, :]
-
-    for first in range(start, last, HEADS):
-        head = first + steps
-        inside = (head < last) & in_table[None, :, :]
-        following = head + HEADS
-        is_there = (following < last) & in_table[None, :, :]
-        at = x_row + following * x_head
-        next_low = tl.load(at, mask=is_there, other=0.0)
-        next_high = tl.load(at + HALF * x_step, mask=is_there, other=0.0)
-        low, high = cast(low, COMPUTE), cast(high, COMPUTE)
-        if IS_ADJOINT:
-            low_result = product(low, low_cos) + product(high, high_sin)
-            high_result = product(high, high_cos) - product(low, low_sin)
+        state = tl.maximum(state, is_large(other)) + 2 * differs.to(tl.int32)
+    # One reduction tells both: 2 and more if the halves differ, 0 if in addition none is large.
+    state = tl.max(state, axis=None)
+    cosine, sine = cosine_and_sine(angle, state > 0)
+    cosine, sine = cast(cosine, COMPUTE)[None, :, :], cast(sine, COMPUTE)[None, :, :]
+    tail_row = x + batch * x_batch + (token * x_token)[None, :, None]
+    places = x_row, x_head, x_step, out_row + pair[None, None, :] * out_step, out_head, out_step
+    if SECOND:
+        if state >= 2:
+            high_cos, high_sin = cosine_and_sine(other, state > 0)
+            high_cos, high_sin = cast(high_cos, COMPUTE), cast(high_sin, COMPUTE)
+            tables = cosine, sine, high_cos[None, :, :], high_sin[None, :, :]
+            _rotate(
+                low, high, tables, places, start, last, steps, in_table, scale,
+                HALF, HEADS, IS_ADJOINT, HAS_SCALE, COMPUTE,
+            )  # fmt: skip
         else:
-            low_result = product(low, low_cos) - product(high, low_sin)
-            high_result = product(high, high_cos) + product(low, high_sin)
-        if HAS_SCALE:
-            low_result, high_result = low_result * scale, high_result * scale
-        to = out_row + head * out_head + pair[None, None, :] * out_step
-        tl.store(to, narrow(low_result, out.dtype.element_ty), mask=inside)
-        tl.store(to + HALF * out_step, narrow(high_result, out.dtype.element_ty), mask=inside)
-        low, high = next_low, next_high
-        if TAIL:
-            rest = tl.arange(0, TAIL_BLOCK).to(tl.int64)[None, None, :]
-            in_tail = (head < last) & (token < length)[None, :, None] & (rest < TAIL)
-            tail_row = x + batch * x_batch + (token * x_token)[None, :, None]
-            at = tail_row + head * x_head + (rest + 2 * HALF) * x_step
+            tables = cosine, sine, cosine, sine
+            _rotate(
+                low, high, tables, places, start, last, steps, in_table, scale,
+                HALF, HEADS, IS_ADJOINT, HAS_SCALE, COMPUTE,
+            )  # fmt: skip
+    else:
+        tables = cosine, sine, cosine, sine
+        _rotate(
+            low, high, tables, places, start, last, steps, in_table, scale,
+            HALF, HEADS, IS_ADJOINT, HAS_SCALE, COMPUTE,
+        )  # fmt: skip
+    if TAIL:
+        rest = tl.arange(0, TAIL_BLOCK).to(tl.int64)[None, None, :]
+        in_rest = (token < length)[None, :, None] & (rest < TAIL)
+        rest += 2 * HALF
+        for first in range(start, last, HEADS):
+            head = first + steps
+            in_tail = (head < last) & in_rest
+            at = tail_row + head * x_head + rest * x_step
             values = cast(tl.load(at, mask=in_tail, other=0.0), COMPUTE)
             if HAS_SCALE:
                 values = values * scale
-            to = out_row + head * out_head + (rest + 2 * HALF) * out_step
+            to = out_row + head * out_head + rest * out_step
             tl.store(to, narrow(values, out.dtype.element_ty), mask=in_tail)
 
 

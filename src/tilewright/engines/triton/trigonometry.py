@@ -56,7 +56,14 @@ def _reduce_large(angle):
 
 
 @triton.jit
-def _tables(angle):
+def is_large(angle):
+    """1 where an angle needs the long reduction, else 0; float32."""
+    magnitude = tl.abs(angle)
+    return ((magnitude >= _LARGE) & (magnitude < float("inf"))).to(tl.int32)
+
+
+@triton.jit
+def _tables(angle, has_large):
     wide = angle.to(tl.float64)
     shifted = wide * _TWO_OVER_PI + _ROUNDER
     turns = shifted - _ROUNDER
@@ -66,12 +73,11 @@ def _tables(angle):
     rest = tl.fma(-turns, zero + _HALF_PI, wide)
     rest = tl.fma(-turns, zero + _HALF_PI_MIDDLE, rest)
     rest = tl.fma(-turns, zero + _HALF_PI_LOW, rest)
-    magnitude = tl.abs(angle)
-    is_large = (magnitude >= _LARGE) & (magnitude < float("inf"))
-    if tl.max(is_large.to(tl.int32), axis=None) > 0:
+    if has_large:
+        is_far = is_large(angle) != 0
         large_quarters, large_rest = _reduce_large(angle)
-        quarters = tl.where(is_large, large_quarters, quarters)
-        rest = tl.where(is_large, large_rest, rest)
+        quarters = tl.where(is_far, large_quarters, quarters)
+        rest = tl.where(is_far, large_rest, rest)
 
     square = rest * rest
     sine = square * 1.58969099521155010221e-10 - 2.50507602534068634195e-08
@@ -100,8 +106,9 @@ def _tables(angle):
 
 if device_math.IS_INTERPRETED:
 
-    def cosine_and_sine(angle):
+    def cosine_and_sine(angle, has_large):
         wide = device_math.cast(angle, tl.float64)
         return device_math.cos(wide), device_math.sin(wide)
 else:
+    # Of an angle in float32; ``has_large`` is true if it may be large anywhere in the block.
     cosine_and_sine = _tables

@@ -135,6 +135,21 @@ def test_large_angles_signed_zeros_and_non_finite_values() -> None:
         assert same_bits(got, formula(x, freqs, 32, 1.0, backward=backward))
 
 
+@pytest.mark.parametrize("change", [None, 1.0, -0.0])
+def test_equal_halves_of_the_angles_and_others(change: float | None) -> None:
+    # Equal halves take one table; a single difference, of the sign of zero too, takes two.
+    x = draw((2, 3, 5, 8), torch.float32)
+    x[:, 0] = 0.0
+    freqs = draw((1, 1, 5, 4), torch.float32, seed=1)
+    freqs[0, 0, 2, 1] = 0.0
+    whole = torch.cat((freqs, freqs), -1)
+    if change is not None:
+        whole[0, 0, 2, 5] = change
+    for backward in (False, True):
+        want = formula(x, whole, 8, 1.0, backward=backward)
+        assert same_bits(rotate(x, whole, backward=backward), want)
+
+
 def test_types_may_differ() -> None:
     x, freqs = draw((1, 2, 4, 8), torch.float16), draw((1, 1, 4, 4), torch.bfloat16, seed=1) * 1e3
     out = torch.empty_like(x, dtype=torch.float32)
