@@ -52,8 +52,6 @@ _SHORT |= {"dQ": "d_q", "dK": "d_k", "dV": "d_v"}
 _PART_ROWS, _PART_WARPS = 64, 4
 _SINK_ROWS = 1024
 _BIAS_TILE = 64
-# Programs a multiprocessor among which the longest start first; two or three run at a time.
-_ROUNDS = 5
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -67,11 +65,11 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     spec = _read(graph)
     config = choose_config(spec).with_knobs(dict(knobs))
     slots = slot_numbers(graph)
-    general = _plan(spec, slots, config, sm_count, is_aligned=False)
+    general = _plan(spec, slots, config, is_aligned=False)
     ports = ("q", "k", "v", "o", "dO", *_GRADIENTS)
     if not steps_in_vectors(spec, ports):
         return general
-    aligned = _plan(spec, slots, config, sm_count, is_aligned=True)
+    aligned = _plan(spec, slots, config, is_aligned=True)
     return KernelPlan(
         aligned.kernels,
         aligned.scratch,
@@ -99,14 +97,9 @@ def _read(graph: DeclaredGraph) -> AttentionSpec:
 
 
 def _plan(
-    spec: AttentionSpec,
-    slots: Mapping[int, int],
-    config: BackwardConfig,
-    sm_count: int,
-    *,
-    is_aligned: bool,
+    spec: AttentionSpec, slots: Mapping[int, int], config: BackwardConfig, *, is_aligned: bool
 ) -> KernelPlan:
-    call = _Call(spec, slots, config, sm_count, is_aligned)
+    call = _Call(spec, slots, config, is_aligned)
     kernels = []
     if spec.rows:
         kernels.append(call.prepare())
@@ -129,11 +122,9 @@ class _Call:
         spec: AttentionSpec,
         slots: Mapping[int, int],
         config: BackwardConfig,
-        sm_count: int,
         is_aligned: bool,
     ) -> None:
         self.spec, self.slots, self.config = spec, slots, config
-        self.sm_count = sm_count
         self.is_aligned = is_aligned
         self.block_depth, self.block_depth_v = (
             max(power_of_two(size), MIN_BLOCK) for size in (spec.depth, spec.depth_v)
@@ -166,9 +157,8 @@ class _Call:
             MASKS_ALL=masks_all,
             STAGES=config.keys_stages,
         )
-        tiles, lines = triton.cdiv(spec.keys, config.keys_keys), spec.heads_kv * spec.batch
-        arguments.extent("cohort", self._cohort(tiles, lines))
-        grid = (tiles * lines, 1, 1)
+        tiles = triton.cdiv(spec.keys, config.keys_keys)
+        grid = (tiles * spec.heads_kv * spec.batch, 1, 1)
         return arguments.planned(
             attention_backward_keys, grid, config.keys_warps, config.keys_stages
         )
@@ -185,9 +175,8 @@ class _Call:
             MASKS_ALL=masks_all,
             STAGES=config.rows_stages,
         )
-        tiles, lines = triton.cdiv(spec.rows, config.rows_rows), spec.heads_q * spec.batch
-        arguments.extent("cohort", self._cohort(tiles, lines))
-        grid = (tiles * lines, 1, 1)
+        tiles = triton.cdiv(spec.rows, config.rows_rows)
+        grid = (tiles * spec.heads_q * spec.batch, 1, 1)
         return arguments.planned(
             attention_backward_rows, grid, config.rows_warps, config.rows_stages
         )
@@ -227,16 +216,6 @@ class _Call:
         arguments.constant(SUMS_ROWS=sums_rows, SUMS_KEYS=sums_keys)
         tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(keys, tile_keys)
         return arguments.planned(attention_backward_bias, (tiles * batches * heads, 1, 1), 4, 1)
-
-    def _cohort(self, tiles: int, lines: int) -> int:
-        """Lines whose longest tiles start first; 1 where all are as long.
-
-        Enough for some rounds of all multiprocessors, and no more, so that what they read stays in
-        the L2 cache.
-        """
-        if self.spec.right is None or self.spec.left is not None:
-            return 1
-        return max(1, min(triton.cdiv(_ROUNDS * self.sm_count, tiles), lines))
 
     def _row_grid(self, rows: int) -> tuple[int, int, int]:
         tiles = triton.cdiv(rows, _PART_ROWS)

@@ -69,7 +69,8 @@ def _tiles(spec: AttentionSpec) -> BackwardConfig:
             return BackwardConfig(32, 32, 4, 1, 32, 32, 4, 1)
         return BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
     if width <= 64:
-        return BackwardConfig(64, 64, 4, 2, 128, 64, 8, 2)
+        return BackwardConfig(64, 64, 4, 2, 64, 128, 4, 2)
     if width <= 128:
-        return BackwardConfig(64, 64, 4, 1, 64, 64, 4, 2)
+        # Two stages pay where tiles before the diagonal have a loop of their own.
+        return BackwardConfig(64, 64, 4, 2 if spec.is_banded else 1, 64, 64, 4, 2)
     return BackwardConfig(32, 64, 8, 1, 64, 32, 8, 1)

@@ -10,7 +10,6 @@ from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
     rows_at,
-    start_order,
     tile_gradient,
     tile_keep,
     tile_probabilities,
@@ -200,7 +199,6 @@ def attention_backward_keys(
     rows,
     keys,
     padded_rows,
-    cohort,
     left,
     right,
     q_batch,
@@ -284,9 +282,11 @@ def attention_backward_keys(
     HAS_DROP_MASK: tl.constexpr = drop_mask is not None
     HAS_ALIBI: tl.constexpr = ALIBI_SPLIT > 0
     # Early blocks see most rows under a causal mask: they start first.
-    block, line_kv = start_order(tl.cdiv(keys, KEYS), cohort)
-    first_key = block * KEYS
-    head_kv, batch = line_kv % HEADS_KV, line_kv // HEADS_KV
+    blocks = tl.cdiv(keys, KEYS)
+    program = tl.program_id(0)
+    first_key = (program % blocks) * KEYS
+    head_kv = (program // blocks) % HEADS_KV
+    batch = program // (blocks * HEADS_KV)
     count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
     count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
     key = first_key + tl.arange(0, KEYS)

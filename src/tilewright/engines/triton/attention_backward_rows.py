@@ -8,7 +8,6 @@ from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
     finite_or_zero,
     rows_at,
-    start_order,
     tile_gradient,
     tile_keep,
     tile_probabilities,
@@ -183,7 +182,6 @@ def attention_backward_rows(
     rows,
     keys,
     padded_rows,
-    cohort,
     left,
     right,
     q_batch,
@@ -260,12 +258,14 @@ def attention_backward_rows(
     HAS_DROP_MASK: tl.constexpr = drop_mask is not None
     HAS_ALIBI: tl.constexpr = ALIBI_SPLIT > 0
     blocks = tl.cdiv(rows, ROWS)
-    block, line_q = start_order(blocks, cohort)
+    program = tl.program_id(0)
+    block = program % blocks
     if HAS_RIGHT:
         # The last rows see most keys: they start first.
         block = blocks - 1 - block
     first_row = block * ROWS
-    head_q, batch = line_q % (HEADS_KV * GROUP), line_q // (HEADS_KV * GROUP)
+    head_q = (program // blocks) % (HEADS_KV * GROUP)
+    batch = program // (blocks * (HEADS_KV * GROUP))
     count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
     count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
     row = first_row + tl.arange(0, ROWS)

@@ -127,17 +127,3 @@ def rows_at(
     """Elements from an operand's first to rows of a (batch, head), int64; steps are in UNIT."""
     start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, offsets is not None)
     return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT
-
-
-@triton.jit
-def start_order(blocks, cohort):
-    """(block, line) of this program, ``blocks`` for each line of a (batch, head).
-
-    The first blocks of ``cohort`` lines come before their second ones, and so on: where blocks get
-    shorter and shorter, no long one starts last.
-    """
-    program = tl.program_id(0)
-    first_line = program // (blocks * cohort) * cohort
-    together = tl.minimum(cohort, tl.num_programs(0) // blocks - first_line)
-    place = program - first_line * blocks
-    return place // together, first_line + place % together

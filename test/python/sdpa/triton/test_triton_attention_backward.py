@@ -60,7 +60,7 @@ FOUND = [
     Case(lengths="sums", values="hidden_nan", batch=3, layout="stepped", sizes=(16, 16)),
     Case(block_mask=True, rows=20, keys=129, sizes=(16, 16), sink="float32"),
     Case(dtype="float32", sizes=(40, 72), rows=17, keys=33, scale="device"),
-    # More heads than start together, and a rest.
+    # Several tiles of rows and of keys.
     Case(band="causal", heads=(4, 2), sizes=(16, 16), batch=3, rows=130, keys=130),
 ]
 
