@@ -334,6 +334,7 @@ def test_a_workspace_is_aligned_where_bytes_of_it_are_needed() -> None:
     first = -memory.data_ptr() % 64
     slots = [slot((1,))]
     operand = torch.zeros(1)
+    bound(slots, operand, workspace=memory[first + 1 :], workspace_bytes=8)
     for shift in (0, 1, 4, 32, 63, 64):
         options = {"workspace": memory[first + shift :], "workspace_alignment_bytes": 64}
         bound(slots, operand, workspace_bytes=0, **options)
