@@ -1,29 +1,32 @@
 """Attention backward on a GPU against PyTorch's flash attention and its cuDNN attention.
 
     python benchmark/attention_backward_gpu.py
+    python benchmark/attention_backward_gpu.py draw nvidia_h200
 
 16,384 tokens in bfloat16, as many heads as make 2048 channels; TFLOP/s count the five products of
 2 S^2 D a head, half of that under a causal mask. One run measures everything, on the same inputs,
-medians of interleaved rounds with a cold L2; it writes attention_backward.csv and .png under
-benchmark/results/<device>/. "quick" is the plan without a fixed order of dQ's sums, "fixed" the
-deterministic one.
+medians of interleaved rounds with a cold L2; it writes attention_backward.csv under
+benchmark/results/<device>/, and the second command the .png beside it, on any machine. "quick" is
+what is planned without, "fixed" with ``use_deterministic_algorithm``.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results import RESULTS, Table, device_name
+from results import RESULTS, Table
 from timing import Call, device_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewright as tw
 
 TOKENS, CHANNELS = 16384, 2048
-DEPTHS = (64, 128, 256)
+DEPTHS = (128, 64, 256)
 LENGTHS = (2048, 8192, 16384)
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 GRADIENTS = ("dQ", "dK", "dV")
@@ -103,42 +106,47 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
         )
 
 
-def draw(table: Table) -> None:
-    """Bars a case, a color a kernel."""
+def draw(device: str) -> None:
+    """Bars a case, a color a kernel, from a device's csv."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = sorted({(row["depth"], row["length"], row["causal"]) for row in table.rows})
-    names = list(dict.fromkeys(row["who"] for row in table.rows))
+    path = RESULTS / device / "attention_backward.csv"
+    lines = path.read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    cases = list(dict.fromkeys((row["depth"], row["length"], row["causal"]) for row in rows))
+    names = list(dict.fromkeys(row["who"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(14, 5))
     width = 0.8 / len(names)
     for number, name in enumerate(names):
         found = {
             (row["depth"], row["length"], row["causal"]): float(row["tflop_s"])
-            for row in table.rows
+            for row in rows
             if row["who"] == name
         }
         at = [place + number * width for place in range(len(cases))]
         axes.bar(at, [found.get(case, 0.0) for case in cases], width, label=name)
-    labels = [f"D {d}\nS {s}\n{'causal' if c else 'full'}" for d, s, c in cases]
+    labels = [f"D {d}\nS {s}\n{'causal' if c == '1' else 'full'}" for d, s, c in cases]
     axes.set_xticks([place + 0.4 for place in range(len(cases))], labels, fontsize=7)
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"Attention backward, bfloat16, {TOKENS} tokens, {torch.cuda.get_device_name()}")
+    axes.set_title(f"Attention backward, bfloat16, {TOKENS} tokens, {device}")
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(RESULTS / device_name() / "attention_backward.png", dpi=110)
+    figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["draw"]:
+        draw(sys.argv[2])
+        return
     table = Table("attention_backward", "python benchmark/attention_backward_gpu.py")
     for depth in DEPTHS:
         for length in LENGTHS:
             for causal in (False, True):
                 measure(table, depth, length, causal)
-    table.write()
-    draw(table)
+        table.write()
 
 
 if __name__ == "__main__":
