@@ -27,6 +27,7 @@ from tilewright.engines.triton.attention_arguments import (
 )
 from tilewright.engines.triton.attention_config import (
     MAX_DEALT_BATCH,
+    NARROW_BAND,
     ForwardConfig,
     choose_config,
     choose_decode_config,
@@ -85,7 +86,7 @@ def attention_forward(
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
-    IS_AHEAD: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    IS_AHEAD: tl.constexpr, BATCH_BLOCK: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -199,6 +200,9 @@ def attention_forward(
     full_start = tl.maximum(tl.minimum(full_start, end), first)
     full_end = tl.maximum(tl.minimum(full_end, end // BLOCK_N * BLOCK_N), full_start)
 
+    if MASKS_ALL:
+        full_start, full_end = first, tl.maximum(first, end)
+
     acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
     acc_2 = 0.0
     if DV_BLOCK_2 > 0:
@@ -212,7 +216,7 @@ def attention_forward(
             start, stop = full_start, full_end
         else:
             start, stop = full_end, end
-        if part == 0 and not HAS_LEFT:
+        if part == 0 and (not HAS_LEFT or MASKS_ALL):
             pass
         elif part == 1 and IS_AHEAD:
             if first < end:
@@ -221,7 +225,7 @@ def attention_forward(
                     k_row, v_row, k_col, v_col, batch, key_head, full_start, full_end, end,
                     row[:, None], count_kv, shift, left, right, factor,
                     D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT,
-                    HAS_LEFT, HAS_RIGHT, len_kv is None,
+                    HAS_LEFT, HAS_RIGHT, len_kv is None, MASKS_ALL,
                 )  # fmt: skip
         elif part != 2 or not IS_AHEAD:
             acc, acc_2, total, top = attend(
@@ -343,6 +347,9 @@ def _forward(
         IS_AHEAD=is_ahead and config.is_ahead and spec.data_type is not DataType.FLOAT,
         BATCH_BLOCK=0 if slots_a_head is None else power_of_two(spec.batch),
     )
+    is_narrow = spec.left is not None and spec.right is not None
+    is_narrow = is_narrow and spec.left + spec.right <= NARROW_BAND
+    arguments.constant(MASKS_ALL=is_narrow and arguments.constants["IS_AHEAD"])
     is_mapped = is_aligned and config.has_maps and arguments.constants["IS_AHEAD"]
     if is_mapped and takes_tensor_maps(spec):
         arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block[0]))

@@ -20,6 +20,8 @@ INTERPRETED_SM_COUNT = 4
 # Few queries: at most this many, and so many with all heads of a key head.
 MAX_DECODE_ROWS = 16
 MAX_PACKED_ROWS = 64
+# A band of at most so many keys is masked throughout, where a wider one is at its edges only.
+NARROW_BAND = 2048
 # Programs that share a multiprocessor where keys are split.
 PROGRAMS_A_MULTIPROCESSOR = 2
 # Runs of keys: at most so long, unless that made more programs than this; no shorter than this.

@@ -355,12 +355,15 @@ def attend_ahead(
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """Keys [start, end) of plain scores, those of [start, stop) seen by every row; as ``attend``.
 
     The product for a block is begun before the softmax of the one before it, so that tensor cores
     work while exponentials are taken. ``scale`` is positive and in base 2. IS_WHOLE: no length
     is given, so that what is beyond the last key is beyond the operand, where a map gives 0.
+    MASKS_ALL: the band is so narrow that masks everywhere cost less than loops of their own at the
+    edges; ``stop`` is ``end`` then.
     """
     within = tl.arange(0, BLOCK_N)
     v_token = within.to(tl.int64) * v_row * UNIT
@@ -374,9 +377,18 @@ def attend_ahead(
             q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
             D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
         )  # fmt: skip
+        if MASKS_ALL:
+            seen = visible(
+                row, (first + within)[None, :], 2147483647, len_kv, shift, left, right,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            score = tl.where(seen, score, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        weights = tl.exp2(score * scale - new_top[:, None])
-        fade = tl.exp2(top - new_top)
+        level = new_top
+        if MASKS_ALL:
+            level = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(score * scale - level[:, None])
+        fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
         top = new_top
         acc = acc * fade[:, None]
@@ -385,10 +397,12 @@ def attend_ahead(
         else:
             at = v_at + first.to(tl.int64) * v_row * UNIT
             in_keys = first + within < len_kv
-            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, False)
+            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, MASKS_ALL)
         acc = dot(weights.to(v.dtype), v, acc)
         if DV_BLOCK_2 > 0:
-            v_2 = load_piece(at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, False)
+            v_2 = load_piece(
+                at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, MASKS_ALL
+            )
             acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
         score = next_score
     for first in range(stop, end, BLOCK_N):
