@@ -141,6 +141,15 @@ def check(tensors: Tensors, band: Any = NO_BAND, *, log2: bool = False) -> None:
         assert difference <= 1e-3
 
 
+# Each size is kernels of its own, which take seconds to compile: the smoke run has one.
+EACH_SIZE = pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(128, marks=pytest.mark.L0),
+        pytest.param(64, marks=pytest.mark.L1),
+        pytest.param(256, marks=pytest.mark.L1),
+    ],
+)
 CAUSAL, BOTTOM = (None, 0, "top_left"), (None, 0, "bottom_right")
 BANDS = [
     NO_BAND,
@@ -155,9 +164,8 @@ BANDS = [
 EXTENTS = [(17, 1), (64, 64), (128, 128), (192, 384), (300, 333), (333, 100), (513, 1024)]
 
 
-@pytest.mark.L0
+@EACH_SIZE
 @pytest.mark.parametrize("extents", EXTENTS, ids=str)
-@pytest.mark.parametrize("size", [64, 128, 256])
 def test_every_band_at_every_extent(size: int, extents: tuple[int, int]) -> None:
     # Tails of both sides, rows that see nothing, grouped heads, both layouts.
     for number, band in enumerate(BANDS):
@@ -174,7 +182,7 @@ def test_every_band_at_every_extent(size: int, extents: tuple[int, int]) -> None
         check(tensors, band, log2=number % 2 == 1)
 
 
-@pytest.mark.L0
+@pytest.mark.L1
 @pytest.mark.parametrize("sizes", [(8, 8), (80, 80), (96, 96), (192, 128), (200, 72)], ids=str)
 def test_head_sizes_between_the_kernels(sizes: tuple[int, int]) -> None:
     for band in (NO_BAND, CAUSAL):
@@ -183,8 +191,7 @@ def test_head_sizes_between_the_kernels(sizes: tuple[int, int]) -> None:
         check(tensors, band)
 
 
-@pytest.mark.L0
-@pytest.mark.parametrize("size", [64, 128, 256])
+@EACH_SIZE
 def test_sinks_join_the_denominator(size: int) -> None:
     for band in (NO_BAND, (40, 0, "top_left"), (20, 10, "bottom_right")):
         tensors = draw(4, (4, 2), (400, 200), (size, size))
@@ -346,8 +353,7 @@ def test_a_tail_reads_no_other_head() -> None:
         check(tensors, band)
 
 
-@pytest.mark.L0
-@pytest.mark.parametrize("size", [64, 128, 256])
+@EACH_SIZE
 @pytest.mark.parametrize("left", [None, 130])
 def test_what_a_hidden_key_or_value_holds_reaches_no_row(size: int, left: int | None) -> None:
     # A probability of 0 times NaN or infinity is NaN: such tiles are computed again.

@@ -12,7 +12,6 @@ import tilewright as tw
 from tilewright import ops
 
 pytestmark = [
-    pytest.mark.L0,
     pytest.mark.skipif(
         not os.path.exists("/dev/nvidiactl"),
         reason="needs an NVIDIA GPU of compute capability 9.0",
@@ -144,7 +143,14 @@ class Call:
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(128, marks=pytest.mark.L0),
+        pytest.param(64, marks=pytest.mark.L1),
+        pytest.param(256, marks=pytest.mark.L1),
+    ],
+)
 def test_sequences_of_their_own_lengths(size: int, is_packed: bool, band: str) -> None:
     # O2, L11: NaN lies behind every sequence, another one's rows follow a packed one.
     call = Call(size, band, is_packed=is_packed, as_sums=size == 128, seed=size)
@@ -152,6 +158,7 @@ def test_sequences_of_their_own_lengths(size: int, is_packed: bool, band: str) -
     call.check()
 
 
+@pytest.mark.L0
 def test_lengths_are_read_at_each_launch() -> None:
     # L3, L9: no host read of lengths; a replay sees them as they are.
     call = Call(128, "causal", is_packed=False, as_sums=False, seed=1)
@@ -171,6 +178,7 @@ def test_lengths_are_read_at_each_launch() -> None:
         recorded.reset()
 
 
+@pytest.mark.L0
 def test_the_function_for_packed_sequences_takes_these_kernels() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     lengths = [200, 70, 0, 130]
