@@ -35,6 +35,8 @@ from tilewright.graph.graph import DeclaredGraph
 MAX_WIDTH = 32768
 # Elements that one warp holds comfortably, which sets warps a row and rows a program.
 _ELEMENTS_A_WARP = 1024
+# Of rows longer than that: (up to so many elements, warps).
+_LONG_ROW_WARPS = ((1536, 2), (6144, 4), (16384, 8))
 
 
 @triton.jit
@@ -235,7 +237,7 @@ class NormConfig:
 
 
 def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
-    """Short rows share a program; a long row takes 4 or 8 warps, the longest 32.
+    """Short rows share a program; a long row takes 2 to 8 warps, the longest 32.
 
     As measured on an H200 (benchmark/norms_gpu.py): there, programs that walk rows and read ahead
     were slower forward, and so was any hint to the caches.
@@ -245,10 +247,9 @@ def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
         # Neighbours in memory are of different rows: a tile takes 32 of them where they fit.
         rows = max(1, min(32, 16 * _ELEMENTS_A_WARP // block))
         return NormConfig(rows, max(1, min(16, rows * block // _ELEMENTS_A_WARP)))
-    if block > 16384:
-        return NormConfig(1, 32)
-    if block > _ELEMENTS_A_WARP:
-        return NormConfig(1, 4 if block == 2 * _ELEMENTS_A_WARP else 8)
+    if width > _ELEMENTS_A_WARP:
+        # The row's own length decides: threads that lie beyond its end only wait.
+        return NormConfig(1, next((n for limit, n in _LONG_ROW_WARPS if width <= limit), 32))
     rows = min(8, 4 * _ELEMENTS_A_WARP // block)
     return NormConfig(rows, max(1, min(4, rows * block // _ELEMENTS_A_WARP)))
 
