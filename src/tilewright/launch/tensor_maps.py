@@ -166,7 +166,7 @@ class TensorMapEncoder:
         place = ctypes.addressof(memory) + skip
         known, library = self._known, driver()
         if known is not None and known[0] == owned:
-            memory[skip : skip + TENSOR_MAP_BYTES] = known[1]
+            ctypes.memmove(place, known[1], TENSOR_MAP_BYTES)
             status = library.cuTensorMapReplaceAddress(place, start)
         else:
             arrays = self._arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 import tilewright as tw
 from tilewright.dtypes import DataType
-from tilewright.launch import prepared
+from tilewright.launch import prepared, tensor_maps
 from tilewright.launch.prepared import Constant, Operand
 from tilewright.launch.tensor_maps import TensorMapEncoder, map_decline_reason, tensor_map
 
@@ -78,6 +79,45 @@ def test_a_ragged_operand_has_as_many_rows_as_its_buffer_owns() -> None:
         assert tuple(encoder._flat_dim(owned)) == (8, tokens, 3, 1)
         # The last token's last head may end the buffer early: then that token is none.
         assert tuple(encoder._flat_dim(owned - 2)) == (8, max(tokens - 1, 1), 3, 1)
+
+
+class Library:
+    """A driver that writes a mark and the address into the map, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def cuTensorMapEncodeTiled(self, place: int, kind: int, rank: int, start: int, *_: Any) -> int:
+        return self._write("encode", place, start)
+
+    def cuTensorMapReplaceAddress(self, place: int, start: int) -> int:
+        assert ctypes.string_at(place, 6) == b"encode", "a copy of the map that is known"
+        return self._write("replace", place, start)
+
+    def _write(self, what: str, place: int, start: int) -> int:
+        assert place % 64 == 0
+        self.asked.append(what)
+        ctypes.memmove(place, b"encode" + bytes(114) + struct.pack("<Q", start), 128)
+        return 0
+
+
+def test_a_known_map_is_written_anew_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(tensor_maps, "driver", lambda: library)
+    encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
+    for start in (4096, 8192, 4096):
+        made = encoder.encode(start, start + 96)
+        assert len(made) == 128 and struct.unpack("<Q", made[-8:]) == (start,)
+    assert library.asked == ["encode", "replace", "replace"]
+    # Where the map depends on how much a buffer owns, another extent is another map.
+    graph = tw.Graph(handle=tw.create_handle("cpu"))
+    offsets = graph.tensor((3, 1, 1, 1), data_type="int32")
+    packed = graph.tensor((2, 1, 9, 8), (72, 8, 8, 1), data_type="half", ragged_offset=offsets)
+    library.asked.clear()
+    encoder = TensorMapEncoder(tensor_map(packed, 0, (1, 1, 8, 8)))
+    for start, owned in ((4096, 160), (8192, 160), (8192, 320)):
+        encoder.encode(start, start + owned)
+    assert library.asked == ["encode", "replace", "encode"]
 
 
 @pytest.mark.parametrize("start", [0, 8, 4098])
