@@ -55,7 +55,6 @@ def norm_forward(
     momentum,
     rows,
     inner_rows,
-    trips,
     x_outer,
     x_inner,
     x_jump,
@@ -83,12 +82,10 @@ def norm_forward(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     INNER_COLUMNS: tl.constexpr,
     ROW_AXES: tl.constexpr,
     COLUMN_AXES: tl.constexpr,
-    AFFINE_ROWS: tl.constexpr,
-    EVICTION: tl.constexpr,
+    BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -101,146 +98,92 @@ def norm_forward(
 ):
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
-    x_column = place(column, INNER_COLUMNS, x_jump, x_step, COLUMN_AXES)
-    y_column = place(column, INNER_COLUMNS, y_jump, y_step, COLUMN_AXES)
     # Scale and bias that do not vary along an axis are loaded for one place on it.
     affine_column = column if BY_COLUMN else tl.arange(0, 1)
     in_affine = in_width if BY_COLUMN else tl.arange(0, 1) < 1
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & in_width[None, :]
+    x_column = place(column, INNER_COLUMNS, x_jump, x_step, COLUMN_AXES)
     x_row = place(row, inner_rows, x_outer, x_inner, ROW_AXES)
-    x_at = x + x_row[:, None] + x_column[None, :]
-    raw = tl.load(x_at, mask=inside, other=0.0, eviction_policy=EVICTION)
-    if AFFINE_ROWS == 0:
-        # One row of scale for all that the program walks.
-        factor = load_affine(
-            scale,
-            tl.arange(0, 1),
+    raw = tl.load(x + x_row[:, None] + x_column[None, :], mask=inside, other=0.0)
+    # fused: start
+    values = raw.to(COMPUTE)
+    # fused: input and stores
+    if IS_CENTRED:
+        mean = tl.sum(values, axis=1) / WIDTH
+        values = tl.where(inside, values - mean[:, None], 0.0)
+    squares = tl.sum(values * values, axis=1)
+    inverse = 1.0 / tl.sqrt(squares / WIDTH + epsilon)
+    # One row of scale for each of the tile's rows, or one for all of them.
+    affine_row = row if BY_ROW else first + tl.arange(0, 1)
+    in_tile = (affine_row < rows)[:, None] & in_affine[None, :]
+    factor = load_affine(
+        scale,
+        affine_row,
+        affine_column,
+        in_tile,
+        inner_rows,
+        scale_outer,
+        scale_inner,
+        scale_jump,
+        scale_step,
+        INNER_COLUMNS,
+        ROW_AXES,
+        COLUMN_AXES,
+    )
+    result = values * inverse[:, None] * factor.to(COMPUTE)
+    if HAS_BIAS:
+        shift = load_affine(
+            bias,
+            affine_row,
             affine_column,
-            in_affine[None, :],
+            in_tile,
             inner_rows,
-            scale_outer,
-            scale_inner,
-            scale_jump,
-            scale_step,
+            bias_outer,
+            bias_inner,
+            bias_jump,
+            bias_step,
             INNER_COLUMNS,
             ROW_AXES,
             COLUMN_AXES,
         )
-        if HAS_BIAS:
-            shift = load_affine(
-                bias,
-                tl.arange(0, 1),
-                affine_column,
-                in_affine[None, :],
-                inner_rows,
-                bias_outer,
-                bias_inner,
-                bias_jump,
-                bias_step,
-                INNER_COLUMNS,
-                ROW_AXES,
-                COLUMN_AXES,
-            )
-    # fused: start
-    for _ in range(trips):
-        # The next rows are on their way while these are reduced and written.
-        following = first + PROGRAMS * ROWS
-        following_row = following + tl.arange(0, ROWS)
-        following_inside = (following_row < rows)[:, None] & in_width[None, :]
-        x_row = place(following_row, inner_rows, x_outer, x_inner, ROW_AXES)
-        following_raw = raw
-        if PROGRAMS:
-            x_at = x + x_row[:, None] + x_column[None, :]
-            following_raw = tl.load(
-                x_at, mask=following_inside, other=0.0, eviction_policy=EVICTION
-            )
-        values = raw.to(COMPUTE)
-        # fused: input and stores
-        if IS_CENTRED:
-            mean = tl.sum(values, axis=1) / WIDTH
-            values = tl.where(inside, values - mean[:, None], 0.0)
-        squares = tl.sum(values * values, axis=1)
-        inverse = 1.0 / tl.sqrt(squares / WIDTH + epsilon)
-        if AFFINE_ROWS:
-            # One row of scale for each of the tile's rows, or one for all of them.
-            affine_row = row if AFFINE_ROWS == 2 else first + tl.arange(0, 1)
-            in_tile = (affine_row < rows)[:, None] & in_affine[None, :]
-            factor = load_affine(
-                scale,
-                affine_row,
-                affine_column,
-                in_tile,
-                inner_rows,
-                scale_outer,
-                scale_inner,
-                scale_jump,
-                scale_step,
-                INNER_COLUMNS,
-                ROW_AXES,
-                COLUMN_AXES,
-            )
-            if HAS_BIAS:
-                shift = load_affine(
-                    bias,
-                    affine_row,
-                    affine_column,
-                    in_tile,
-                    inner_rows,
-                    bias_outer,
-                    bias_inner,
-                    bias_jump,
-                    bias_step,
-                    INNER_COLUMNS,
-                    ROW_AXES,
-                    COLUMN_AXES,
-                )
-        result = values * inverse[:, None] * factor.to(COMPUTE)
-        if HAS_BIAS:
-            result += shift.to(COMPUTE)
-        # fused: result
-        if HAS_Y:
-            y_row = place(row, inner_rows, y_outer, y_inner, ROW_AXES)
-            y_at = y + y_row[:, None] + y_column[None, :]
-            tl.store(y_at, stored(result, y.dtype.element_ty), mask=inside)
-        if HAS_INVERSE:
-            at = place(row, inner_rows, inverse_outer, inverse_inner, ROW_AXES)
-            tl.store(
-                inverse_out + at, narrow(inverse, inverse_out.dtype.element_ty), mask=row < rows
-            )
-        if HAS_MEAN:
-            at = place(row, inner_rows, mean_outer, mean_inner, ROW_AXES)
-            tl.store(mean_out + at, narrow(mean, mean_out.dtype.element_ty), mask=row < rows)
-        if HAS_NEXT_MEAN:
-            old, new = in_mean + row * in_mean_inner, next_mean + row * next_mean_inner
-            step_running(old, new, mean, momentum, row < rows, COMPUTE)
-        if HAS_NEXT_VAR:
-            old, new = in_var + row * in_var_inner, next_var + row * next_var_inner
-            unbiased = squares / (WIDTH - 1 if WIDTH > 1 else 1)
-            step_running(old, new, unbiased, momentum, row < rows, COMPUTE)
-        raw = following_raw
-        first = following
-        row = following_row
-        inside = following_inside
+        result += shift.to(COMPUTE)
+    # fused: result
+    if HAS_Y:
+        y_row = place(row, inner_rows, y_outer, y_inner, ROW_AXES)
+        y_column = place(column, INNER_COLUMNS, y_jump, y_step, COLUMN_AXES)
+        y_at = y + y_row[:, None] + y_column[None, :]
+        tl.store(y_at, stored(result, y.dtype.element_ty), mask=inside)
+    if HAS_INVERSE:
+        at = place(row, inner_rows, inverse_outer, inverse_inner, ROW_AXES)
+        tl.store(inverse_out + at, narrow(inverse, inverse_out.dtype.element_ty), mask=row < rows)
+    if HAS_MEAN:
+        at = place(row, inner_rows, mean_outer, mean_inner, ROW_AXES)
+        tl.store(mean_out + at, narrow(mean, mean_out.dtype.element_ty), mask=row < rows)
+    if HAS_NEXT_MEAN:
+        old, new = in_mean + row * in_mean_inner, next_mean + row * next_mean_inner
+        step_running(old, new, mean, momentum, row < rows, COMPUTE)
+    if HAS_NEXT_VAR:
+        old, new = in_var + row * in_var_inner, next_var + row * next_var_inner
+        unbiased = squares / (WIDTH - 1 if WIDTH > 1 else 1)
+        step_running(old, new, unbiased, momentum, row < rows, COMPUTE)
     # fused: end
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """``rows`` rows a tile, ``warps`` warps, ``programs`` a multiprocessor that walk (0: none)."""
+    """``rows`` rows a program, ``warps`` warps."""
 
     rows: int
     warps: int
-    programs: int = 0
-    eviction: str = ""
 
 
 def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
     """Short rows share a program; a long row takes 2 to 8 warps, the longest 32.
 
-    As measured on an H200 (benchmark/norms_gpu.py): there, programs that walk rows and read ahead
-    were slower forward, and so was any hint to the caches.
+    As measured on an H200 (benchmark/norms_gpu.py). Programs that walk rows and read ahead, and
+    hints to the caches, were slower there.
     """
     block = triton.next_power_of_2(width)
     if is_row_contiguous:
@@ -284,8 +227,8 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     config = config_of(problem)
     warps = dict(knobs).get(knob_type.WARPS, config.warps)
     chosen = replace(config, warps=warps)
-    general = row_plan(problem, Assembly(slots), chosen, sm_count)
-    aligned = row_plan(problem, Assembly(slots, is_aligned=True), chosen, sm_count)
+    general = row_plan(problem, Assembly(slots), chosen)
+    aligned = row_plan(problem, Assembly(slots, is_aligned=True), chosen)
     return problem.with_fallback(aligned, general, slots)
 
 
@@ -302,26 +245,19 @@ def _has_given_statistics(problem: NormProblem) -> bool:
     return problem.operation.kind == "batchnorm_inference"
 
 
-def row_plan(
-    problem: NormProblem, assembly: Assembly, config: NormConfig, sm_count: int
-) -> KernelPlan:
+def row_plan(problem: NormProblem, assembly: Assembly, config: NormConfig) -> KernelPlan:
     """The plan of one kernel."""
     grounds: Plane = problem.plane
     if 0 in (grounds.rows, grounds.columns):
         return problem.empty_plan()
     problem.operands(assembly, ("x", "scale", "bias", "y", "mean", "inverse", *RUNNING))
-    tiles = triton.cdiv(grounds.rows, config.rows)
-    programs = min(tiles, config.programs * sm_count) if config.programs else tiles
+    programs = triton.cdiv(grounds.rows, config.rows)
     scratch = problem.maxima(assembly, programs, ())
     row_integers(assembly, grounds, problem.tensors["x"])
-    assembly.integer("trips", triton.cdiv(tiles, programs))
     affine = [grounds.steps[name] for name in ("scale", "bias") if name in problem.tensors]
-    if not any(steps.varies_by_row for steps in affine):
-        affine_rows = 0 if config.programs else 1
-    else:
-        # Rows of a tile that lie within one of the outer axis share what varies along that only.
-        is_shared = grounds.inner_rows % config.rows == 0 and not any(s.row_inner for s in affine)
-        affine_rows = 1 if is_shared or config.rows == 1 else 2
+    # Rows of a tile that lie within one of the outer axis share what varies along that only.
+    is_shared = grounds.inner_rows % config.rows == 0 and not any(s.row_inner for s in affine)
+    is_one = config.rows == 1 or is_shared or not any(s.varies_by_row for s in affine)
     kernel = assembly.kernel(
         fused_kernel(norm_forward, problem.fusion, WHOLE_ROWS, problem.fused_names),
         (programs, 1, 1),
@@ -329,12 +265,10 @@ def row_plan(
         WIDTH=grounds.columns,
         BLOCK=triton.next_power_of_2(grounds.columns),
         ROWS=config.rows,
-        PROGRAMS=programs if programs != tiles else 0,
         INNER_COLUMNS=grounds.inner_columns,
         ROW_AXES=grounds.row_axes,
         COLUMN_AXES=grounds.column_axes,
-        AFFINE_ROWS=affine_rows,
-        EVICTION=config.eviction,
+        BY_ROW=not is_one,
         BY_COLUMN=any(steps.varies_by_column for steps in affine),
         **problem.flags(),
     )
