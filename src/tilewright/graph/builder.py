@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from tilewright.dtypes import DataType, as_data_type
 from tilewright.errors import GraphError
 from tilewright.graph.attributes import coerce, shown
-from tilewright.graph.buffers import describe_buffer
 from tilewright.graph.enums import tensor_reordering
 from tilewright.graph.operation import Operation, check_ports, coerce_attributes
 from tilewright.graph.tensor import Scalar, Tensor, packed_strides
@@ -92,6 +91,8 @@ class Builder:
             tensor.ragged_offset_multiplier = source.ragged_offset_multiplier
             tensor.reordering_type = source.reordering_type
             return tensor
+        from tilewright.graph.buffers import describe_buffer
+
         description = describe_buffer(source)
         tensor = self.tensor(description.dim, description.stride, description.data_type, name=name)
         tensor.is_pass_by_value, tensor.value = description.is_scalar, description.value

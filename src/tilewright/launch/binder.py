@@ -8,17 +8,18 @@ that the caller's own view covers bounds what may be touched.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewright.errors import BindingError
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.aliases import ByteRange, ranges_clash
 from tilewright.launch.facts import OperandFacts, observe, owned_bytes
-from tilewright.launch.pointers import bytes_at
 from tilewright.launch.slots import Slot
 from tilewright.torch_dtypes import from_torch
+
+if TYPE_CHECKING:
+    from tilewright.launch.aliases import ByteRange
 
 VariantPack = Mapping[Any, Any]
 # Stands for the view of an operand that only its address is wanted of.
@@ -289,6 +290,8 @@ class Binder:
             )
         if pointer % slot.alignment_bytes or not (self._needs_views or slot.is_pass_by_value):
             return _NO_VIEW, pointer, pointer + slot.span_bytes
+        from tilewright.launch.pointers import bytes_at
+
         flat = bytes_at(pointer, slot.span_bytes, self.device).view(slot.dtype)
         view = flat if slot.is_flat else flat.as_strided(slot.dim, slot.stride)
         return view, pointer, pointer + slot.span_bytes
@@ -300,6 +303,9 @@ class Binder:
         same_view = starts[written] == starts[other] and self.same_layout(written, other)
         if may_share and same_view:
             return
+        # Few calls have operands whose ranges overlap.
+        from tilewright.launch.aliases import ranges_clash
+
         first_range = _byte_range(out, starts[written], stops[written])
         second_range = _byte_range(second, starts[other], stops[other])
         if ranges_clash(first_range, second_range):
@@ -345,6 +351,8 @@ def workspace_view(workspace: Any, size_bytes: int, device: torch.device) -> tor
         return None
     facts = observe(workspace, "workspace")
     if facts.tensor is None:
+        from tilewright.launch.pointers import bytes_at
+
         return bytes_at(facts.pointer, size_bytes, device)
     count = -(-size_bytes // facts.tensor.element_size())
     flat = facts.tensor.as_strided((count,), (1,))
@@ -386,6 +394,8 @@ def _steps(slot: Slot) -> tuple[int, ...]:
 
 
 def _byte_range(slot: Slot, start: int, stop: int) -> ByteRange:
+    from tilewright.launch.aliases import ByteRange
+
     if slot.is_flat:
         return ByteRange(start, stop, (stop - start,), (1,), 1)
     item = slot.dtype.itemsize
