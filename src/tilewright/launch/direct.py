@@ -34,7 +34,7 @@ DirectCall = Callable[[Any, Any, Any], bool]
 _MAX_FUNCTIONS = 64
 # Sets of addresses that a function remembers as plain; past that it starts anew.
 _MAX_PLAIN = 256
-# What a kernel may assume of a pointer that it does not list: nothing past the element's own.
+# What kernels assume of the pointers that a plan lists: multiples of 16 bytes.
 _KERNEL_ALIGNMENT_MASK = 15
 
 
