@@ -138,6 +138,18 @@ def test_packed_sequences_that_start_at_whole_rows_are_taken() -> None:
 
 
 @pytest.mark.L0
+def test_a_declared_alignment_that_is_too_small_is_declined() -> None:
+    graph = tw.Graph(
+        io_data_type="float16", intermediate_data_type="float32", handle=tw.create_handle("cpu")
+    )
+    q, k, v = (graph.tensor(DIM, name=n, alignment_value=16 if n == "q" else 8) for n in "qkv")
+    graph.sdpa(q, k, v, is_inference=True, attn_scale=0.125)[0].set_output(True)
+    graph.validate()
+    with pytest.raises(tw.NotSupportedError, match=r"'k' \(k\) .* alignment of 8 bytes"):
+        attention.propose(graph, 132)
+
+
+@pytest.mark.L0
 def test_a_stride_that_is_never_stepped_does_not_count() -> None:
     # B20, B3: singleton axes may have any stride; the tensor map gets one that the driver takes.
     dim = (1, 1, 256, 64)
