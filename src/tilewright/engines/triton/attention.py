@@ -33,6 +33,7 @@ from tilewright.engines.triton.attention_config import (
     choose_decode_config,
     cut,
     power_of_two,
+    ranked_configs,
 )
 from tilewright.engines.triton.attention_decode import decode_plan
 from tilewright.engines.triton.attention_dropout import draws_kernel
@@ -282,14 +283,12 @@ def attention_forward(
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
-    """The best tile as knobs; where keys are split, the whole loop comes second."""
+    """Ranked tiles as knobs, the best guess first."""
     spec = read_spec(only_operation(graph, "attention"))
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
-    configs = [choose_decode_config(spec, sm_count), choose_config(spec, sm_count)]
     return [
         Proposal(config.knobs(), float(cost), notes)
-        for cost, config in enumerate(configs)
-        if config is not None
+        for cost, config in enumerate(ranked_configs(spec, sm_count))
     ]
 
 

@@ -110,6 +110,21 @@ def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     return _tile(spec, has_room=sm_count in _SM100_MULTIPROCESSORS)
 
 
+def ranked_configs(spec: AttentionSpec, sm_count: int) -> list[ForwardConfig]:
+    """Configs for a declaration, the best guess first; autotuning times them all."""
+    decode, whole_loop = choose_decode_config(spec, sm_count), choose_config(spec, sm_count)
+    ranked = [whole_loop]
+    if decode is not None:
+        ranked = [decode, whole_loop]
+        if decode.splits > 1:
+            # Twice as many runs, and none, where lengths are more or less even than guessed.
+            ranked += [replace(decode, splits=2 * decode.splits), replace(decode, splits=1)]
+    elif whole_loop.block_m == 128:
+        ranked.append(replace(whole_loop, stages=max(whole_loop.stages - 1, 2)))
+        ranked.append(replace(whole_loop, block_m=64, warps=4, stages=2))
+    return list(dict.fromkeys(ranked))
+
+
 def _tile(spec: AttentionSpec, *, has_room: bool) -> ForwardConfig:
     """``has_room``: 227 KiB of shared memory a multiprocessor, else 99 KiB."""
     width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))

@@ -13,6 +13,7 @@ from tilewright.engines.triton.attention_config import (
     choose_config,
     choose_decode_config,
     pieces,
+    ranked_configs,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 
@@ -110,6 +111,19 @@ def with_dropout() -> AttentionSpec:
     o.set_output(True)
     graph.validate()
     return read_spec(graph.operations[0])
+
+
+def test_every_ranked_config_is_another_tile_that_fits() -> None:
+    for rows, heads in ((1, (32, 8)), (1, (8, 8)), (2048, (16, 16)), (40, (4, 4))):
+        spec = spec_of(rows, heads=heads, batch=1)
+        ranked = ranked_configs(spec, 132)
+        assert len({config.knobs() for config in ranked}) == len(ranked)
+        assert ranked[0] == (choose_decode_config(spec, 132) or choose_config(spec, 132))
+        # A plan is built from its knobs alone.
+        for config in ranked:
+            chosen = choose_decode_config(spec, 132) if config.splits else None
+            again = (chosen or choose_config(spec, 132)).with_knobs(dict(config.knobs()))
+            assert again == config
 
 
 def test_knobs_say_the_whole_tile() -> None:
