@@ -339,6 +339,13 @@ def test_a_bound_frame_and_execute_agree_for_every_alignment(declare: Any) -> No
         for pack in ({**moved, **results}, {**moved, **results, None: None}):
             for result in results.values():
                 result.fill_(POISON)
+            if skip and graph.selected_engine == "hopper":
+                # The copy engine takes multiples of 16 bytes: refused, and nothing written.
+                with pytest.raises(tw.BindingError, match="tensor map"):
+                    graph.execute(pack, workspace_of(graph))
+                torch.cuda.synchronize()
+                assert all(bool((result == POISON).all()) for result in results.values())
+                continue
             graph.execute(pack, workspace_of(graph))
             torch.cuda.synchronize()
             assert different(results, expected) is None, (skip, len(pack))
