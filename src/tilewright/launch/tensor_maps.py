@@ -92,6 +92,11 @@ def map_decline_reason(tensor: Tensor, *, is_flat: bool = False) -> str | None:
 
     ``is_flat``: the first axis is not stepped, and rows are as many as a call brings.
     """
+    if 0 < tensor.alignment_value < STEP_BYTES:
+        return (
+            f"an alignment of {tensor.alignment_value} bytes is declared; a tensor map needs "
+            f"{STEP_BYTES}"
+        )
     if tensor.data_type not in _DATA_TYPES:
         return f"data type {tensor.data_type.name} has no tensor map"
     if not 1 <= tensor.rank <= MAX_RANK:

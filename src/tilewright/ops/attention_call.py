@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor, strides_in_order_of
+from tilewright.ops.declaring import alignment_of
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
 
@@ -89,7 +90,7 @@ def attention_forward(
         if stats is not None:
             _set_output(made[1], "stats", stats, call, declared)
 
-    key = (call.options, operands_key(call.operands), operands_key(outputs))
+    key = (call.options, _key(call.operands), _key(outputs))
     run(
         "sdpa",
         key,
@@ -143,7 +144,7 @@ def attention_backward(
         for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
             _set_output(tensor, name, outputs[name], call, declared)
 
-    key = (call.options, operands_key(inputs), operands_key(outputs))
+    key = (call.options, _key(inputs), _key(outputs))
     run(
         "sdpa_backward",
         key,
@@ -346,6 +347,7 @@ def _declare(
         is_pass_by_value=by_value,
         ragged_offset=offset,
         ragged_offset_multiplier=max(unit, 1),
+        alignment_value=alignment_of(tensor),
     )
 
 
@@ -365,9 +367,15 @@ def _set_output(
     dim, stride, unit = _layout(name, buffer, call)
     made.set_output(True).set_name(name).set_data_type(buffer.dtype)
     made.set_dim(dim).set_stride(stride)
+    made.alignment_value = alignment_of(buffer)
     if call.is_packed:
         made.set_ragged_offset(declared[_PACKED[name]])
         made.set_ragged_offset_multiplier(max(unit, 1))
+
+
+def _key(operands: Operands) -> Hashable:
+    """What a plan depends on of operands: an address that is not aligned changes the engine."""
+    return operands_key(operands), tuple([alignment_of(tensor) for tensor in operands.values()])
 
 
 def _totals(call: Call) -> dict[str, Any]:

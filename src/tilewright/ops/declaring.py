@@ -10,6 +10,20 @@ from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.plan_cache import Operands
 
+# Kernels that read through tensor maps need this alignment of addresses, in bytes.
+_WIDEST_ALIGNMENT = 16
+
+
+def alignment_of(tensor: torch.Tensor) -> int:
+    """The alignment to declare for an operand, in bytes: 0 (of its elements' size) if it is wide.
+
+    Only devices with engines that ask for more than an element's size are looked at.
+    """
+    if tensor.device.type != "cuda":
+        return 0
+    rest = tensor.data_ptr() % _WIDEST_ALIGNMENT
+    return rest & -rest
+
 
 def declare_like(graph: DeclaredGraph, name: str, tensor: torch.Tensor) -> Tensor:
     """An input tensor with the operand's dim, stride and data type."""

@@ -13,7 +13,7 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.tensor_maps import STEP_BYTES, map_decline_reason
+from tilewright.launch.tensor_maps import map_decline_reason
 
 DATA_TYPES = (DataType.BFLOAT16, DataType.HALF)
 MAX_HEAD_SIZE = 256
@@ -176,11 +176,6 @@ def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
             raise NotSupportedError(
                 f"tensor {tensor.label()} ({port}) has data type {tensor.data_type.name} and q "
                 f"{wanted.name}; the kernels take one of BFLOAT16 and HALF for all four"
-            )
-        if 0 < tensor.alignment_value < STEP_BYTES:
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) is declared with an alignment of "
-                f"{tensor.alignment_value} bytes; a tensor map needs {STEP_BYTES}"
             )
         # The batch axis of a ragged operand is never stepped.
         reason = map_decline_reason(tensor, is_flat=tensor.ragged_offset is not None)
