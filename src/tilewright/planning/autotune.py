@@ -20,12 +20,15 @@ def autotune(
     """See ``Graph.autotune``. Waits for the device: this is tuning, not execution."""
     import torch
 
-    timings: list[tuple[float, int]] = []
+    frames = {}
+    # All are bound before any runs: what does not suit one plan is refused before a write.
     for index, _ in enumerate(graph.plans):
         if index in graph._barred:
             continue
         graph.build_plan_at_index(index)
-        frame = graph._built[index].bind(variant_pack, workspace)
+        frames[index] = graph._built[index].bind(variant_pack, workspace)
+    timings: list[tuple[float, int]] = []
+    for index, frame in frames.items():
         is_cuda = graph._built[index].device.type == "cuda"
         samples = []
         for call in range(_WARM_UP_CALLS + _TIMED_CALLS):

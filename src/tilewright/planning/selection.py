@@ -72,6 +72,13 @@ class PlanSelection(DeclaredGraph):
         self.build_plan_at_index(index)
         return self._built[index].workspace_bytes
 
+    def get_autotune_workspace_size(self) -> int:
+        """Bytes of workspace that ``autotune`` needs, the most of any open plan; builds them."""
+        self._require_plans()
+        return max(
+            (self.get_workspace_size_plan_at_index(i) for i in self._open_indices()), default=0
+        )
+
     def build_plan_at_index(self, index: int) -> None:
         """Build plan ``index``.
 
@@ -210,8 +217,13 @@ class PlanSelection(DeclaredGraph):
     def autotune(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> dict[str, Any]:
         """Time every open plan on these buffers and select the fastest.
 
+        ``workspace`` has to hold any of the plans: ``get_autotune_workspace_size()`` bytes.
         Returns a record that ``create_execution_plan(record["engine"], record["knobs"])``
         replays, with the median microseconds of each plan. Outputs are overwritten.
+
+        Raises:
+            BindingError: if an operand does not suit a plan, or the workspace is too small for one,
+                before anything runs.
         """
         from tilewright.planning.autotune import autotune
 

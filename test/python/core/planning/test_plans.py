@@ -187,6 +187,24 @@ def test_autotune_selects_and_returns_a_replayable_record(stub: StubEngine) -> N
     assert again.selected_engine == graph.selected_engine
 
 
+def test_autotune_refuses_a_workspace_that_is_short_for_one_plan(
+    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(graph: Any, device: Any, knobs: Any) -> Any:
+        stub.workspace_bytes = 1024 * (knobs == ((tw.knob_type.TILE_M, 64),))
+        return StubEngine.build(stub, graph, device, knobs)
+
+    monkeypatch.setattr(stub, "build", build)
+    graph, pack = product()
+    assert graph.get_workspace_size() == 0  # of the plan that is ranked first
+    assert graph.get_autotune_workspace_size() == 1024
+    before = pack["c"].fill_(7.0).clone()
+    with pytest.raises(tw.BindingError, match="1023 bytes given; the plan needs 1024"):
+        graph.autotune(pack, torch.empty(1023, dtype=torch.uint8))
+    # Plans that need less have not run either.
+    assert stub.launched == [] and torch.equal(pack["c"], before)
+
+
 def test_only_a_decline_is_caught(stub: StubEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, device: Any) -> list[Proposal]:
         raise ZeroDivisionError("a bug in an engine")
