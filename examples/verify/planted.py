@@ -63,8 +63,9 @@ def _check_out(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor, ..
                 raise ValueError("out overlaps another operand")
 
 
-# The bug of stale_scale: the scale is read once for each tensor.
-_SCALES: dict[int, float] = {}
+# The bug of stale_scale: the scale is read once for each tensor. The tensor is kept, so that no
+# other one gets its address: the bug is to be seen under replay, each time and nowhere else.
+_SCALES: dict[int, tuple[torch.Tensor, float]] = {}
 
 
 def _attention(
@@ -90,7 +91,7 @@ def _attention(
         o, stats = given
     if isinstance(scale, torch.Tensor):
         if bug == "stale_scale":
-            scale = _SCALES.setdefault(scale.data_ptr(), float(scale))
+            scale = _SCALES.setdefault(scale.data_ptr(), (scale, float(scale)))[1]
         scale = float(scale)
     factor = depth**-0.5 if scale is None else scale
     # The bug of unwritten_rows: only whole blocks of 4 rows are stored.

@@ -108,7 +108,7 @@ def attention_kernel(
     tl.store(stats + batch * s_b + head * s_h + row * s_s, log, mask=row < rows)
 
 
-# The bug of stale_scale: a scale is read once for each tensor.
+# The bug of stale_scale: a scale is read once for each tensor, which is kept with its address.
 _SCALES = {}
 
 
@@ -134,7 +134,7 @@ def _attention(bug, q, k, v, *, causal=False, scale=None, return_stats=False, ou
     if not isinstance(scale, torch.Tensor):
         factor = torch.tensor([depth**-0.5 if scale is None else scale], device=q.device)
     elif bug == "stale_scale":
-        factor = _SCALES.setdefault(scale.data_ptr(), scale.clone())
+        factor = _SCALES.setdefault(scale.data_ptr(), (scale, scale.clone()))[1]
     else:
         factor = scale
     stored = rows - rows % 4 if bug == "unwritten_rows" else rows

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.L0
 Verify = Callable[..., Any]
@@ -120,3 +121,18 @@ def test_the_triton_kernel_is_caught_in_the_interpreter(root: Path) -> None:
         assert words in own
         for rule in rules:
             assert f": {rule} (" in own
+
+
+def test_a_stale_scale_is_stale_only_where_one_changes() -> None:
+    # Many short-lived scales: a new one may have the address of one that is gone.
+    from examples.verify import planted
+
+    q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(3))
+    for step in range(200):
+        scale = torch.tensor(0.1 + 0.01 * step)
+        wrong, right = (
+            attention(q, q, q, scale=scale)
+            for attention in (planted.attention_stale_scale, planted.attention)
+        )
+        assert torch.equal(wrong, right), step
+        del scale
