@@ -18,7 +18,7 @@ import triton.language as tl
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
-from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
     add_forward_operands,
@@ -45,7 +45,7 @@ from tilewright.engines.triton.attention_loop import (
     scalar_value,
 )
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
-from tilewright.engines.triton.attention_output import join_sink, row_offsets, store_rows
+from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.rows import only_operation
 from tilewright.graph.enums import behavior_note, knob_type

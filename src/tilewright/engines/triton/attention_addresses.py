@@ -27,3 +27,13 @@ def sequence_start(offsets, batch, offset_step, multiplier, batch_step, IS_RAGGE
         return tl.load(offsets + batch.to(tl.int64) * offset_step).to(tl.int64) * multiplier
     else:
         return batch.to(tl.int64) * batch_step
+
+
+@triton.jit
+def row_offsets(
+    row, offsets, batch, head, offset_step, multiplier, batch_step, head_step, row_step,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Elements from an operand's first to rows of (batch, head), int64; steps in UNIT elements."""
+    start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, offsets is not None)
+    return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT

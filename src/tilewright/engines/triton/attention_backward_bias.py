@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.bf16 import dot
-from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
-    rows_at,
     tile_gradient,
     tile_keep,
     tile_probabilities,
@@ -102,11 +101,11 @@ def attention_backward_bias(
                 row_start, last_row, count_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
             )
             first_seen = tl.maximum(first_seen, first_key) // KEYS * KEYS
-            q_at = q + rows_at(
+            q_at = q + row_offsets(
                 row[:, None], q_offsets, batch, head_q, q_offset_step, q_multiplier, q_batch,
                 q_head, q_row, UNIT,
             )  # fmt: skip
-            d_o_at = d_o + rows_at(
+            d_o_at = d_o + row_offsets(
                 row[:, None], d_o_offsets, batch, head_q, d_o_offset_step, d_o_multiplier,
                 d_o_batch, d_o_head, d_o_row, UNIT,
             )  # fmt: skip
@@ -128,11 +127,11 @@ def attention_backward_bias(
                 if is_shown:
                     key = key_start + tl.arange(0, KEYS)
                     in_keys = (key < count_kv)[:, None]
-                    k_at = k + rows_at(
+                    k_at = k + row_offsets(
                         key[:, None], k_offsets, batch, head_kv, k_offset_step, k_multiplier,
                         k_batch, k_head, k_row, UNIT,
                     )  # fmt: skip
-                    v_at = v + rows_at(
+                    v_at = v + row_offsets(
                         key[:, None], v_offsets, batch, head_kv, v_offset_step, v_multiplier,
                         v_batch, v_head, v_row, UNIT,
                     )  # fmt: skip

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.bf16 import dot
-from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
-    rows_at,
     tile_gradient,
     tile_keep,
     tile_probabilities,
@@ -293,11 +292,11 @@ def attention_backward_keys(
     depth = tl.arange(0, BLOCK_DEPTH)[None, :]
     depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
     inside = (key < count_kv)[:, None]
-    k_at = k + rows_at(
+    k_at = k + row_offsets(
         key[:, None], k_offsets, batch, head_kv, k_offset_step, k_multiplier, k_batch,
         k_head, k_row, UNIT,
     )  # fmt: skip
-    v_at = v + rows_at(
+    v_at = v + row_offsets(
         key[:, None], v_offsets, batch, head_kv, v_offset_step, v_multiplier, v_batch,
         v_head, v_row, UNIT,
     )  # fmt: skip
@@ -341,11 +340,11 @@ def attention_backward_keys(
         head_q = head_kv * GROUP + member
         wide_head = head_q.to(tl.int64)
         line = batch.to(tl.int64) * (HEADS_KV * GROUP) + wide_head
-        q_at = q + rows_at(
+        q_at = q + row_offsets(
             first_key * 0, q_offsets, batch, head_q, q_offset_step, q_multiplier, q_batch,
             q_head, 0, UNIT,
         )  # fmt: skip
-        d_o_at = d_o + rows_at(
+        d_o_at = d_o + row_offsets(
             first_key * 0, d_o_offsets, batch, head_q, d_o_offset_step, d_o_multiplier, d_o_batch,
             d_o_head, 0, UNIT,
         )  # fmt: skip
@@ -432,11 +431,11 @@ def attention_backward_keys(
                     THRESHOLD,
                     STAGES,
                 )
-    d_k_at = d_k + rows_at(
+    d_k_at = d_k + row_offsets(
         key[:, None], d_k_offsets, batch, head_kv, d_k_offset_step, d_k_multiplier, d_k_batch,
         d_k_head, d_k_row, D_K_UNIT,
     )  # fmt: skip
-    d_v_at = d_v + rows_at(
+    d_v_at = d_v + row_offsets(
         key[:, None], d_v_offsets, batch, head_kv, d_v_offset_step, d_v_multiplier, d_v_batch,
         d_v_head, d_v_row, D_V_UNIT,
     )  # fmt: skip

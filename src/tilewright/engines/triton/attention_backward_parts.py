@@ -6,8 +6,7 @@ Both run over rows of (b, h); the statistics lie in the workspace as (B, Hq, pad
 import triton
 import triton.language as tl
 
-from tilewright.engines.triton.attention_addresses import sequence_length
-from tilewright.engines.triton.attention_backward_tiles import rows_at
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_masks import LOG2_E
 
 
@@ -62,12 +61,12 @@ def attention_backward_prepare(
     token = row.to(tl.int64)
     depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
     live = inside[:, None] & (depth_v < DEPTH_V)
-    o_at = o + rows_at(
+    o_at = o + row_offsets(
         row[:, None], o_offsets, batch, head, o_offset_step, o_multiplier, o_batch,
         o_head, o_row, O_UNIT,
     )  # fmt: skip
     o_at += depth_v * o_col
-    d_o_at = d_o + rows_at(
+    d_o_at = d_o + row_offsets(
         row[:, None], d_o_offsets, batch, head, d_o_offset_step, d_o_multiplier, d_o_batch,
         d_o_head, d_o_row, UNIT,
     )  # fmt: skip
@@ -79,7 +78,7 @@ def attention_backward_prepare(
     at = (batch.to(tl.int64) * HEADS + head) * padded_rows + token
     written = row < padded_rows
     tl.store(delta + at, tl.sum(product, axis=1), mask=written)
-    stats_at = stats + rows_at(
+    stats_at = stats + row_offsets(
         row, stats_offsets, batch, head, stats_offset_step, stats_multiplier, stats_batch,
         stats_head, stats_row, 1,
     )  # fmt: skip

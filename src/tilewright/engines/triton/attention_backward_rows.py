@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.bf16 import dot
-from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
     finite_or_zero,
-    rows_at,
     tile_gradient,
     tile_keep,
     tile_probabilities,
@@ -275,19 +274,19 @@ def attention_backward_rows(
     head = head_q.to(tl.int64)
     head_kv = head_q // GROUP
     line = batch.to(tl.int64) * (HEADS_KV * GROUP) + head
-    q_at = q + rows_at(
+    q_at = q + row_offsets(
         row[:, None], q_offsets, batch, head_q, q_offset_step, q_multiplier, q_batch,
         q_head, q_row, UNIT,
     )  # fmt: skip
-    d_o_at = d_o + rows_at(
+    d_o_at = d_o + row_offsets(
         row[:, None], d_o_offsets, batch, head_q, d_o_offset_step, d_o_multiplier, d_o_batch,
         d_o_head, d_o_row, UNIT,
     )  # fmt: skip
-    k_at = k + rows_at(
+    k_at = k + row_offsets(
         first_row * 0, k_offsets, batch, head_kv, k_offset_step, k_multiplier, k_batch,
         k_head, 0, UNIT,
     )  # fmt: skip
-    v_at = v + rows_at(
+    v_at = v + row_offsets(
         first_row * 0, v_offsets, batch, head_kv, v_offset_step, v_multiplier, v_batch,
         v_head, 0, UNIT,
     )  # fmt: skip
@@ -406,7 +405,7 @@ def attention_backward_rows(
                 THRESHOLD,
                 STAGES,
             )
-    d_q_at = d_q + rows_at(
+    d_q_at = d_q + row_offsets(
         row[:, None], d_q_offsets, batch, head_q, d_q_offset_step, d_q_multiplier, d_q_batch,
         d_q_head, d_q_row, D_Q_UNIT,
     )  # fmt: skip

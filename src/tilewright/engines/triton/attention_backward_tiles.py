@@ -13,7 +13,6 @@ P zero there.
 import triton
 import triton.language as tl
 
-from tilewright.engines.triton.attention_addresses import sequence_start
 from tilewright.engines.triton.attention_masks import (
     LOG2_E,
     philox_keep,
@@ -117,13 +116,3 @@ def tile_keep(
 def finite_or_zero(tile):
     """The tile with NaN and infinity replaced: a hidden key must not matter times a 0."""
     return tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), tile, 0.0).to(tile.dtype)
-
-
-@triton.jit
-def rows_at(
-    row, offsets, batch, head, offset_step, multiplier, batch_step, head_step, row_step,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """Elements from an operand's first to rows of a (batch, head), int64; steps are in UNIT."""
-    start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, offsets is not None)
-    return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT

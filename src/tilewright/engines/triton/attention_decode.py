@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton.attention_addresses import sequence_length
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
 from tilewright.engines.triton.attention_config import ForwardConfig, pieces, power_of_two
 from tilewright.engines.triton.attention_loop import (
@@ -30,7 +30,7 @@ from tilewright.engines.triton.attention_loop import (
     scalar_value,
 )
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
-from tilewright.engines.triton.attention_output import join_sink, row_offsets, store_rows
+from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.launch.workspace import plan_workspace
 

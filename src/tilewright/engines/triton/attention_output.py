@@ -3,18 +3,8 @@
 import triton
 import triton.language as tl
 
-from tilewright.engines.triton.attention_addresses import sequence_start
+from tilewright.engines.triton.attention_addresses import row_offsets
 from tilewright.engines.triton.attention_masks import LN_2, LOG2_E
-
-
-@triton.jit
-def row_offsets(
-    row, offsets, batch, head, offset_step, multiplier, batch_step, head_step, row_step,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """Elements from an operand's first to rows of (batch, head), int64; steps in UNIT elements."""
-    start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, offsets is not None)
-    return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT
 
 
 @triton.jit

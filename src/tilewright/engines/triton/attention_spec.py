@@ -54,7 +54,7 @@ class AttentionSpec:
     ``right`` hides col > row + right, rows counted from the aligned diagonal; None hides nothing,
     and a bound that hides nothing at these extents is None. ``score_program`` is a score program
     that is no soft cap, in a forward operation. ``scale`` is None where port
-    "attn_scale" has it. ``total_q`` and ``total_kv`` bound the sums of lengths, if declared.
+    "attn_scale" has it. ``total_q`` bounds the sum of the queries' lengths, if declared.
     """
 
     title: str
@@ -80,7 +80,6 @@ class AttentionSpec:
     len_kv: Length | None
     stats_log2: bool
     total_q: int | None
-    total_kv: int | None
 
     @property
     def group(self) -> int:
@@ -218,7 +217,6 @@ def read_spec(operation: Operation) -> AttentionSpec:
         len_kv=len_kv,
         stats_log2=bool(getattr(op, "stats_use_log2", False)),
         total_q=op.max_total_seq_len_q,
-        total_kv=op.max_total_seq_len_kv,
     )
 
 
