@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from triton.experimental.gluon import language as gl
-
-from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
-    TRITON_TYPES,
     KernelPlan,
     PlannedKernel,
     operand,
@@ -20,6 +16,7 @@ from tilewright.engines.compiled.planned import (
 )
 from tilewright.engines.hopper.attention_kernel import attention_forward
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
+from tilewright.engines.hopper.map_types import map_type
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
@@ -32,7 +29,6 @@ _ITEM_BYTES = 2
 # Registers a thread at entry, by warpgroups of consumers: with the producer's four warps' worth
 # they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
 _ENTRY_REGISTERS = {2: 168, 3: 128}
-_TYPES = {DataType.BFLOAT16: gl.bfloat16, DataType.HALF: gl.float16}
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ def plan_with(
         # A row of a slab is swizzled as a whole, or in pieces of 128 bytes.
         swizzle_bytes = min(128, width[1] * _ITEM_BYTES)
         made = tensor_map(ports[port], slots[ports[port].uid], box, swizzle_bytes)
-        values[f"{port.lower()}_map"] = (_map_type(ports[port], box), made)
+        values[f"{port.lower()}_map"] = (map_type(ports[port], box), made)
     # Absent operands keep their place; q stands in, and the kernel does not look at it.
     for port in ("q", "k", "v", "O", "Stats"):
         _add_operand(values, port.lower(), ports.get(port), ports["q"], slots)
@@ -256,9 +252,3 @@ def _cost_grows(spec: AttentionSpec) -> bool:
         and spec.rows <= 2 * spec.keys
         and not spec.ragged_q
     )
-
-
-def _map_type(tensor: Tensor, box: tuple[int, ...]) -> str:
-    """The type of a tensor map's argument, as Gluon spells it."""
-    layout = gl.NVMMASharedLayout.get_default_for([*box], _TYPES[tensor.data_type])
-    return f"tensordesc<{TRITON_TYPES[tensor.data_type]}{[*box]},{layout!r}>"

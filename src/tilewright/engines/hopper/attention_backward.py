@@ -9,13 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from triton.experimental.gluon import language as gl
-
-from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
-    TRITON_TYPES,
     KernelPlan,
     PlannedKernel,
     operand,
@@ -29,6 +25,7 @@ from tilewright.engines.hopper.attention_backward_rows import (
     prepare_rows,
 )
 from tilewright.engines.hopper.attention_backward_spec import BackwardSpec, read_backward
+from tilewright.engines.hopper.map_types import map_type
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
@@ -44,7 +41,6 @@ _ENTRY_REGISTERS = 168
 _PART_WARPS = 4
 _SINK_ROWS = 1024
 _FLOAT_BYTES = 4
-_TYPES = {DataType.BFLOAT16: gl.bfloat16, DataType.HALF: gl.float16}
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -170,7 +166,7 @@ class _Call:
         ):
             tensor, box = spec.ports[port], (1, 1, _ROWS, depth)
             value = tensor_map(tensor, self.slots[tensor.uid], box)
-            arguments.add(name, _map_type(tensor, box), value)
+            arguments.add(name, map_type(tensor, box), value)
         d_k, d_v = spec.ports["dK"], spec.ports["dV"]
         arguments.pointer("d_k", d_k, is_aligned=True)
         arguments.pointer("d_v", d_v, is_aligned=True)
@@ -238,9 +234,3 @@ def _only_spec(graph: DeclaredGraph) -> BackwardSpec:
             "graphs of one"
         )
     return read_backward(graph.operations[0])
-
-
-def _map_type(tensor: Tensor, box: tuple[int, ...]) -> str:
-    """The type of a tensor map's argument, as Gluon spells it."""
-    layout = gl.NVMMASharedLayout.get_default_for([*box], _TYPES[tensor.data_type])
-    return f"tensordesc<{TRITON_TYPES[tensor.data_type]}{[*box]},{layout!r}>"

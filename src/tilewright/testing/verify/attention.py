@@ -10,7 +10,7 @@ import torch
 
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label
+from tilewright.testing.verify.case import Case, Edit, Family, label
 
 SIGNATURE = """\
 f(q, k, v, *, causal=False, scale=None, mask=None, lengths=None, return_stats=False, out=None)
@@ -147,7 +147,7 @@ def _case(
     level: int = 0,
     is_detected: bool = False,
     tag: str = "",
-    edit: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    edit: Edit | None = None,
     **options: Any,
 ) -> Case:
     draw = _operands(shape, dtype, depth_v, size)
@@ -172,7 +172,9 @@ def _case(
     )
 
 
-def _lengths(*lengths: int, poison: bool = False) -> Callable[[dict[str, torch.Tensor]], None]:
+def with_lengths(*lengths: int, poison: bool = False) -> Edit:
+    """Adds the keys of each sequence; ``poison`` puts NaN behind them."""
+
     def edit(given: dict[str, torch.Tensor]) -> None:
         given["lengths"] = torch.tensor(lengths, dtype=torch.int32)
         if poison:
@@ -231,17 +233,17 @@ def cases() -> tuple[Case, ...]:
         _case("large logits", (1, 2, 2, 5, 16, 16), size=12.0),
         _case("token-major operands", (2, 4, 2, 6, 8, 16), edit=_token_major),
         _case("keys shared by the batch", (2, 2, 2, 6, 8, 16), edit=_expanded),
-        _case("key lengths", (3, 2, 2, 5, 8, 16), edit=_lengths(8, 3, 1)),
+        _case("key lengths", (3, 2, 2, 5, 8, 16), edit=with_lengths(8, 3, 1)),
         _case(
             "a sequence without keys",
             (3, 2, 2, 5, 8, 16),
-            edit=_lengths(8, 0, 3),
+            edit=with_lengths(8, 0, 3),
             tag="rows_without_keys",
         ),
         _case(
             "NaN past the lengths",
             (2, 2, 2, 5, 8, 16),
-            edit=_lengths(8, 3, poison=True),
+            edit=with_lengths(8, 3, poison=True),
             tag="masked_nan",
         ),
         _case("mask", (1, 2, 2, 6, 9, 16), edit=_mask(6, 9)),

@@ -10,7 +10,8 @@ import torch
 
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label, packed_strides
+from tilewright.testing.verify.attention import with_lengths
+from tilewright.testing.verify.case import Case, Edit, Family, label, packed_strides
 
 SIGNATURE = """\
 f(q, k, v, do, *, o, stats, causal=False, scale=None, lengths=None, out=None) -> (dq, dk, dv)
@@ -26,7 +27,6 @@ f(q, k, v, do, *, o, stats, causal=False, scale=None, lengths=None, out=None) ->
 
 NAMES = ("dq", "dk", "dv")
 Shape = tuple[int, int, int, int, int, int]
-Edit = Callable[[dict[str, torch.Tensor]], None]
 
 
 def _visible(given: Tensors, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,17 +190,6 @@ def _case(
     )
 
 
-def _lengths(*lengths: int, poison: bool = False) -> Edit:
-    def edit(given: dict[str, torch.Tensor]) -> None:
-        given["lengths"] = torch.tensor(lengths, dtype=torch.int32)
-        if poison:
-            for b, length in enumerate(lengths):
-                given["k"][b, :, length:] = math.nan
-                given["v"][b, :, length:] = math.nan
-
-    return edit
-
-
 def cases() -> tuple[Case, ...]:
     """Every case."""
     found = [
@@ -212,17 +201,17 @@ def cases() -> tuple[Case, ...]:
         _case("one row, one key", (1, 2, 2, 1, 1, 16)),
         _case("head size 8, value head size 24", (1, 2, 2, 5, 7, 8), depth_v=24),
         _case("scale given", (1, 2, 2, 5, 7, 16), scale=0.7),
-        _case("key lengths", (3, 2, 2, 5, 8, 16), edit=_lengths(8, 3, 1)),
+        _case("key lengths", (3, 2, 2, 5, 8, 16), edit=with_lengths(8, 3, 1)),
         _case(
             "a sequence without keys",
             (3, 2, 2, 5, 8, 16),
-            edit=_lengths(8, 0, 3),
+            edit=with_lengths(8, 0, 3),
             tag="rows_without_keys",
         ),
         _case(
             "NaN past the lengths",
             (2, 2, 2, 5, 8, 16),
-            edit=_lengths(8, 3, poison=True),
+            edit=with_lengths(8, 3, poison=True),
             tag="masked_nan",
         ),
     ]

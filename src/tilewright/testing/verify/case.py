@@ -11,6 +11,8 @@ import torch
 from tilewright.testing.detectors.subject import Tensors
 
 Reference = Callable[[Tensors], dict[str, torch.Tensor]]
+# Changes drawn operands in place, or adds some.
+Edit = Callable[[dict[str, torch.Tensor]], None]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from tilewright.errors import NotSupportedError
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label
+from tilewright.testing.verify.case import Case, Family, Reference, label
 
 RAGGED_SIGNATURE = """\
 f(q, k, v, cu_q, cu_k, *, max_q, max_k, causal=False, scale=None, return_stats=False, out=None)
@@ -38,9 +38,6 @@ f(q, k_pages, v_pages, table, lengths, *, v_table=None, causal=False, scale=None
   scale    a number; None is D ** -0.5
   Stats    (B, Hq, Sq, 1) float32, natural log-sum-exp of the scaled scores
   out      O, or (O, Stats), to write into"""
-
-Reference = Callable[[Tensors], dict[str, torch.Tensor]]
-Edit = Callable[[dict[str, torch.Tensor]], None]
 
 
 def _spans(prefix: torch.Tensor) -> list[tuple[int, int]]:
