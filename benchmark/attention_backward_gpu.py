@@ -1,4 +1,4 @@
-"""Attention backward on a GPU against PyTorch's flash attention and its cuDNN attention.
+"""Attention backward on a GPU against PyTorch's flash and cuDNN attention, and FA-cute's.
 
     python benchmark/attention_backward_gpu.py
     python benchmark/attention_backward_gpu.py draw nvidia_h200
@@ -17,6 +17,7 @@ import functools
 import sys
 from typing import Any
 
+import flash_cute
 import torch
 import torch.nn.functional as F
 from results import RESULTS, Table
@@ -29,6 +30,8 @@ TOKENS, CHANNELS = 16384, 2048
 DEPTHS = (128, 64, 256)
 LENGTHS = (2048, 8192, 16384)
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+# What the slowest front end takes on the host for a call.
+HOST_US = 1500.0
 GRADIENTS = ("dQ", "dK", "dV")
 # Gradients of random operands: what bfloat16's rounding of P and dS allows.
 TOLERANCE = 2e-2
@@ -80,6 +83,9 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
             print(f"{name} does not take {shape}: {error}")
             calls.pop(name, None)
     reference = next(iter(calls.values()))()
+    cute = flash_cute.backward(q, k, v, d_o, causal)
+    if cute is not None:
+        calls["cute"] = cute
     for name, is_deterministic in (("quick", False), ("fixed", True)):
         graph = declare(pack, causal, is_deterministic)
         outputs = {n: torch.full_like(q, torch.nan) for n in GRADIENTS}
@@ -92,7 +98,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
                 raise SystemExit(f"{name} at {shape}: error {worst}")
         calls[name], engines[name] = frame.launch, graph.selected_engine
     flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
-    times = device_ms(calls, rounds=10)
+    times = device_ms(calls, rounds=10, host_us=HOST_US)
     for name, ms in times.items():
         table.add(
             depth=depth,
@@ -102,6 +108,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
             ms=f"{ms:.3f}",
             tflop_s=f"{flops / ms / 1e9:.0f}",
             of_cudnn=f"{times['cudnn'] / ms:.2f}" if "cudnn" in times else "",
+            of_cute=f"{times['cute'] / ms:.2f}" if "cute" in times else "",
             of_flash=f"{times['flash'] / ms:.2f}" if "flash" in times else "",
         )
 

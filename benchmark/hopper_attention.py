@@ -1,10 +1,12 @@
-"""Hopper attention on an H100 or H200 against cuDNN and PyTorch's flash attention.
+"""Hopper attention on an H100 or H200 against cuDNN and FlashAttention.
 
     python benchmark/hopper_attention.py [--quick]
 
-One run measures everything, on the same random inputs, medians of interleaved rounds; every result
-is compared with cuDNN's first. It writes benchmark/results/<device>/hopper.csv (teraflops a
-second; a causal mask counts half the products), and hopper.png where matplotlib is there.
+Peers: cuDNN through PyTorch and, for packed sequences, through its own front end; PyTorch's flash
+attention; FlashAttention's CuTe kernels. One run measures everything, on the same random inputs,
+medians of interleaved rounds, host time hidden; every result is compared with a peer's first. It
+writes benchmark/results/<device>/hopper.csv (teraflops a second; a causal mask counts half the
+products), and hopper.png where matplotlib is there. A peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cudnn_frontend
+import flash_cute
 import torch
 import torch.nn.functional as F
 from results import Table
+from timing import Call, device_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewright as tw
@@ -32,24 +36,9 @@ SIZES = (128, 64, 256)
 # 65,536 tokens in 60 sequences, half of them in one.
 HEAVY_TAIL = (32768, 8192, 4096, 4096, *(1024,) * 8, *(256,) * 24, *(85,) * 23, 93)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-Call = Callable[[], Any]
-
-
-def median_ms(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median device milliseconds a call; calls take turns, so that clocks treat them alike."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-        call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in samples.items()}
+PEERS = ("cudnn", "cute", "flash")
+# What the slowest front end takes on the host for a call.
+HOST_US = 600.0
 
 
 def frame(q: Any, k: Any, v: Any, o: Any, causal: bool) -> Any:
@@ -87,29 +76,47 @@ def measure(table: Table, case: str, q: Any, k: Any, v: Any, causal: bool, round
         "cudnn": functools.partial(peer, SDPBackend.CUDNN_ATTENTION, *arguments),
         "flash": functools.partial(peer, SDPBackend.FLASH_ATTENTION, *arguments),
     }
-    times = median_ms(calls, rounds)
-    reference = calls["cudnn"]().float()
+    cute = flash_cute.forward(q, k, v, causal)
+    if cute is not None:
+        calls["cute"] = cute
+    times = device_ms(calls, rounds, HOST_US)
+    compare(case, o, calls["cudnn"]())
+    batch, heads, rows, size = q.shape
+    work = 4 * batch * heads * rows * k.shape[2] * size * (0.5 if causal else 1)
+    add(table, case, (size, rows, f"{heads}/{k.shape[1]}", causal), times, work)
+
+
+def compare(case: str, o: Any, reference: Any) -> None:
+    """End the run if the result is not the peer's within what bfloat16 allows."""
+    reference = reference.float()
     error = ((o.float() - reference).norm() / reference.norm()).item()
     if not error < 8e-3:
         raise SystemExit(f"{case}: wrong result, relative error {error}")
-    batch, heads, rows, size = q.shape
-    work = 4 * batch * heads * rows * k.shape[2] * size * (0.5 if causal else 1)
+
+
+def add(table: Table, case: str, shape: Any, times: dict[str, float], work: float) -> None:
+    """A row: speeds of all, and ours over each peer that ran."""
+    size, length, heads, causal = shape
     speeds = {name: work / ms / 1e9 for name, ms in times.items()}
+    ran = [peer for peer in PEERS if peer in speeds]
     table.add(
         case=case,
         head_size=size,
-        length=rows,
-        heads=f"{heads}/{k.shape[1]}",
+        length=length,
+        heads=heads,
         mask="causal" if causal else "full",
         ms=f"{times['hopper']:.4f}",
-        **{name: f"{speed:.0f}" for name, speed in speeds.items()},
-        over_cudnn=f"{speeds['hopper'] / speeds['cudnn']:.3f}",
-        over_flash=f"{speeds['hopper'] / speeds['flash']:.3f}",
+        hopper=f"{speeds['hopper']:.0f}",
+        **{peer: f"{speeds[peer]:.0f}" if peer in ran else "" for peer in PEERS},
+        **{
+            f"over_{peer}": f"{speeds['hopper'] / speeds[peer]:.3f}" if peer in ran else ""
+            for peer in PEERS
+        },
     )
 
 
 def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: int) -> None:
-    """Packed sequences under a causal mask; cuDNN has no such call in PyTorch."""
+    """Packed sequences under a causal mask; cuDNN through its front end: PyTorch has no such call."""
     size, longest, batch = 128, max(lengths), len(lengths)
     generator = random.Random(1)
     order = list(lengths)
@@ -148,26 +155,19 @@ def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: i
             q, k, v, sums, sums, longest, longest, 0.0, True, False, scale=size**-0.5
         )[0]
 
-    times = median_ms({"hopper": launch, "flash": flash}, rounds)
-    reference = flash().float()
-    error = ((o.float() - reference).norm() / reference.norm()).item()
-    if not error < 8e-3:
-        raise SystemExit(f"packed: wrong result, relative error {error}")
+    calls: dict[str, Call] = {"hopper": launch, "flash": flash}
+    cudnn_o = torch.full_like(q, torch.nan)
+    others = {
+        "cudnn": cudnn_frontend.packed(q, k, v, cudnn_o, sums, longest),
+        "cute": flash_cute.packed(q, k, v, sums, longest),
+    }
+    calls |= {name: call for name, call in others.items() if call is not None}
+    times = device_ms(calls, rounds, HOST_US)
+    compare("packed", o, flash())
+    if "cudnn" in calls:
+        compare("packed, cuDNN", cudnn_o, flash())
     work = sum(2 * heads * length * length * size for length in order)
-    speeds = {name: work / ms / 1e9 for name, ms in times.items()}
-    table.add(
-        case="packed, heavy tail",
-        head_size=size,
-        length=sum(order),
-        heads=f"{heads}/{heads}",
-        mask="causal",
-        ms=f"{times['hopper']:.4f}",
-        hopper=f"{speeds['hopper']:.0f}",
-        cudnn="",
-        flash=f"{speeds['flash']:.0f}",
-        over_cudnn="",
-        over_flash=f"{speeds['hopper'] / speeds['flash']:.3f}",
-    )
+    add(table, "packed, heavy tail", (size, sum(order), f"{heads}/{heads}", True), times, work)
 
 
 def draw(heads: int, length: int, size: int) -> Any:
@@ -187,14 +187,26 @@ def main() -> None:
                 measure(table, "grid", q, k, v, causal, rounds)
         # What there is stays, should the run be cut short.
         table.write()
-    ratios = [float(row["over_cudnn"]) for row in table.rows]
-    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    summary = [told for peer in PEERS if (told := means(table, peer))]
+    best = [
+        min(float(row[f"over_{peer}"]) for peer in PEERS if row[f"over_{peer}"])
+        for row in table.rows
+    ]
     q, k, v = draw(32, 4096, 128), draw(8, 4096, 128), draw(8, 4096, 128)
     measure(table, "grouped", q, k, v, True, rounds)
     measure_packed(table, HEAVY_TAIL, 16, rounds)
     path = table.write()
-    print(f"grid: geometric mean over cuDNN {mean:.3f}, least {min(ratios):.3f}")
+    print("\n".join(summary), f"grid: least over the better peer {min(best):.3f}", sep="\n")
     plot(path)
+
+
+def means(table: Table, peer: str) -> str:
+    """What the grid says of a peer; nothing if it did not run."""
+    ratios = [float(row[f"over_{peer}"]) for row in table.rows if row[f"over_{peer}"]]
+    if not ratios:
+        return ""
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    return f"grid: geometric mean over {peer} {mean:.3f}, least {min(ratios):.3f}"
 
 
 def plot(path: Path) -> None:
@@ -213,7 +225,9 @@ def plot(path: Path) -> None:
         for line, mask in enumerate(("full", "causal")):
             axis = axes[line][column]
             cells = [r for r in rows if r["head_size"] == str(size) and r["mask"] == mask]
-            for name in ("hopper", "cudnn", "flash"):
+            for name in ("hopper", *PEERS):
+                if not cells[0][name]:
+                    continue
                 speeds = [float(r[name]) for r in cells]
                 axis.plot([int(r["length"]) for r in cells], speeds, marker="o", label=name)
             axis.set_xscale("log", base=2)
