@@ -116,7 +116,7 @@ def add(table: Table, case: str, shape: Any, times: dict[str, float], work: floa
 
 
 def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: int) -> None:
-    """Packed sequences under a causal mask; cuDNN through its front end: PyTorch has no such call."""
+    """Packed sequences under a causal mask; cuDNN's own front end, PyTorch has no such call."""
     size, longest, batch = 128, max(lengths), len(lengths)
     generator = random.Random(1)
     order = list(lengths)
