@@ -212,6 +212,8 @@ def main() -> int:
     sys.path.insert(0, places[0])
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # Many processes whose references each use all cores take turns instead of work.
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
     record: dict[str, Any] = {
         "what": "all tests that use a GPU, and tilewright verify on it",

@@ -177,6 +177,8 @@ def _runner(subject: Subject, operands: Tensors) -> Callable[[], dict[str, torch
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def on_stream() -> dict[str, torch.Tensor]:
+        # After whatever made the operands and read the last results, on the stream of that.
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             found = run()
         stream.synchronize()
