@@ -140,7 +140,16 @@ _HOPPER_ROWS = (
         INDICES,
         devices=frozenset({"cuda"}),
         compute_capabilities=frozenset({(9, 0)}),
-        note="16-bit q, k, v, O; head sizes to 256; bands, GQA, lengths, ragged, sinks, Stats",
+        note="16-bit q, k, v, O; head sizes to 256; bands, GQA, lengths, ragged, pages, sinks, "
+        "soft caps, Stats",
+    ),
+    # The operations of a soft cap are asked for one by one.
+    CapabilityRow(
+        ("pointwise",),
+        frozenset({DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
+        devices=frozenset({"cuda"}),
+        compute_capabilities=frozenset({(9, 0)}),
+        note="soft caps within attention",
     ),
     CapabilityRow(
         ("sdpa_backward",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -21,11 +22,13 @@ from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant
+from tilewright.launch.prepared import Argument, Constant, HostScalar
 from tilewright.launch.tensor_maps import tensor_map
 
 _WARPGROUP_ROWS = 64
 _ITEM_BYTES = 2
+# Columns of V that lie together in shared memory.
+_PANEL = 64
 # Registers a thread at entry, by warpgroups of consumers: with the producer's four warps' worth
 # they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
 _ENTRY_REGISTERS = {2: 168, 3: 128}
@@ -116,10 +119,16 @@ def plan_with(
     slots = slot_numbers(graph)
     ports = spec.ports
     (depth, slabs), depth_v = padded_in_slabs(spec.depth), padded(spec.depth_v)
+    k_box = v_box = config.block_n
+    panel = depth_v
+    if spec.is_paged:
+        # Boxes that lie in one page, and in one stripe of columns in shared memory.
+        k_box, v_box = (math.gcd(ports[port].dim[2], config.block_n) for port in "kv")
+        slabs, panel = max(slabs, depth // _PANEL), _PANEL
     widths = {
         "q": (_WARPGROUP_ROWS, depth // slabs),
-        "k": (config.block_n, depth // slabs),
-        "v": (config.block_n, depth_v),
+        "k": (k_box, depth // slabs),
+        "v": (v_box, panel),
         "O": (_WARPGROUP_ROWS, depth_v),
     }
     tiles = -(-spec.rows // config.block_m)
@@ -140,7 +149,7 @@ def plan_with(
         _add_pointer(values, name, ports["q"] if tensor is None else tensor, slots)
         step = 0 if tensor is None else tensor.stride[0]
         values[f"{name}_step"] = ("i64", Constant(step))
-    values["scale"] = ("fp32", Constant(spec.scale))
+    constants = _add_pages(values, spec, slots) | _add_scores(values, spec, slots)
     integers = {
         "rows": spec.rows,
         "keys": spec.keys,
@@ -168,6 +177,8 @@ def plan_with(
             ("Q_SLOTS", config.q_slots),
             ("TURNS", config.turns),
             ("BY_COST", config.by_cost and _cost_grows(spec)),
+            ("K_BOX", k_box),
+            ("V_BOX", v_box),
             *_mask_constants(spec, config),
             ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),
             ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", ports)),
@@ -176,6 +187,7 @@ def plan_with(
             ("HAS_STATS", "Stats" in ports),
             ("STATS_LOG2", spec.stats_log2 and "Stats" in ports),
             ("HAS_SINK", "sink_token" in ports),
+            *constants.items(),
         ),
         warps=4,
         max_registers=_ENTRY_REGISTERS[config.warpgroups],
@@ -207,6 +219,54 @@ def _add_operand(
     if name != "stats":
         unit //= max(given.stride[2], 1)
     values[f"{name}_unit"] = ("i64", Constant(0 if starts is None else unit))
+
+
+def _add_pages(
+    values: Values, spec: AttentionSpec, slots: Mapping[int, int]
+) -> dict[str, int | bool | None]:
+    """The page tables; returns the constants that go with them."""
+    names = ("table", "table_batch", "table_entry", "page")
+    if not spec.is_paged:
+        return {"PAGED": False} | {f"{side}_{name}": None for side in "kv" for name in names}
+    for side in "kv":
+        table = spec.ports[f"paged_attention_{side}_table"]
+        _add_pointer(values, f"{side}_table", table, slots)
+        values[f"{side}_table_batch"] = ("i64", Constant(table.stride[0]))
+        values[f"{side}_table_entry"] = ("i64", Constant(table.stride[2]))
+        values[f"{side}_page"] = ("i32", Constant(spec.ports[side].dim[2]))
+    return {"PAGED": True}
+
+
+def _add_scores(
+    values: Values, spec: AttentionSpec, slots: Mapping[int, int]
+) -> dict[str, int | bool | None]:
+    """The scale and a cap; returns the constants that go with them."""
+    cap = spec.soft_cap
+    if spec.scale is None:
+        _add_number(values, "scale", spec.ports["attn_scale"], slots)
+    else:
+        values["scale"] = ("fp32", Constant(spec.scale))
+    constants: dict[str, int | bool | None] = {}
+    for name, tensor in (
+        ("cap_inner", None if cap is None else cap.inner),
+        ("cap_outer", None if cap is None else cap.outer),
+    ):
+        if tensor is None:
+            constants[name] = None
+        else:
+            _add_number(values, name, tensor, slots)
+    # PLAIN, SCALED or CAPPED of the kernel.
+    constants["SCORES"] = 2 if cap is not None else 0 if spec.folds_scale else 1
+    constants["CAP_DIVIDES"] = cap is not None and cap.divides
+    return constants
+
+
+def _add_number(values: Values, name: str, tensor: Tensor, slots: Mapping[int, int]) -> None:
+    """A one-element operand: a number where it is passed by value, else its address."""
+    if tensor.is_pass_by_value:
+        values[name] = ("fp32", HostScalar(slots[tensor.uid], tensor.value))
+    else:
+        _add_pointer(values, name, tensor, slots)
 
 
 def _length_kind(tensor: Tensor | None, port: str, ports: Mapping[str, Tensor]) -> int:

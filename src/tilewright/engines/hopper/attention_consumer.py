@@ -29,6 +29,7 @@ from tilewright.engines.hopper.attention_softmax import (
     finish,
     masked,
     rescaled,
+    shaped,
     softmax_block,
     thread_sums,
 )
@@ -98,6 +99,7 @@ def next_block(
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    scores = shaped(scores, problem, features)
     if MASKED:
         scores = masked(scores, first, column, sequence, tiling, features)
     p_next, factor, top, total = softmax_block(scores, top, total, problem.scale, MASKED)
@@ -215,6 +217,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             scores = warpgroup_mma_wait(0, deps=(token,))
             barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
         column = (place.high - 1) * BN
+        scores = shaped(scores, problem, features)
         if features.FIRST_MASKED:
             scores = masked(scores, first, column, sequence, tiling, features)
         top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
@@ -229,7 +232,7 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             if (number > 0) & more:
                 barrier_arrive(tiling.Q_BARRIER + (number - 1) % SLOTS, tiling.RELEASE)
         mbarrier.wait(memory.v_full.index(stage), phase)
-        if features.LENGTHS_KV != NO_LENGTHS:
+        if features.PAGED or features.LENGTHS_KV != NO_LENGTHS:
             clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
         free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
         if features.RIGHT_LOOP:

@@ -14,14 +14,52 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewright.engines.hopper.attention_consumer import consume_0, consume_1, consume_2
 from tilewright.engines.hopper.attention_producer import produce
 from tilewright.engines.hopper.attention_records import (
+    CAPPED,
+    PLAIN,
     ROWS,
     Features,
     Memory,
     Operand,
+    Pages,
     Problem,
     Tiling,
 )
 from tilewright.engines.hopper.attention_softmax import LOG2E
+
+
+@gluon.jit
+def number_of(given):
+    """A float32: ``given`` itself, or what lies at that address."""
+    if given.dtype.is_ptr():
+        number = gl.load(given).to(gl.float32)
+    else:
+        number = given
+    return number
+
+
+@gluon.jit
+def cap_of(gain, inner, outer, DIVIDES: gl.constexpr):
+    """(gain, ceiling) of ``shaped`` for tanh(score * inner) * outer; ``gain`` is the scale's."""
+    gain = 2.0 * gain
+    if inner is not None:
+        if DIVIDES:
+            gain = gain / number_of(inner)
+        else:
+            gain = gain * number_of(inner)
+    ceiling = gl.to_tensor(LOG2E)
+    if outer is not None:
+        ceiling = number_of(outer) * LOG2E
+    return gain, ceiling
+
+
+@gluon.jit
+def pages_of(table, batch, entry, rows, nowhere, nothing):
+    """The record of a page table; one that nobody reads if there is none."""
+    if table is None:
+        pages = Pages(nowhere, nothing, nothing, nothing)
+    else:
+        pages = Pages(table, batch, entry, rows)
+    return pages
 
 
 @gluon.jit
@@ -43,7 +81,11 @@ def attention_forward(
     sink,
     lengths_q,
     lengths_kv,
+    k_table,
+    v_table,
     scale,
+    cap_inner,
+    cap_outer,
     rows,
     keys,
     depth,
@@ -81,6 +123,12 @@ def attention_forward(
     stats_unit,
     lengths_q_step,
     lengths_kv_step,
+    k_table_batch,
+    k_table_entry,
+    k_page,
+    v_table_batch,
+    v_table_entry,
+    v_page,
     BLOCK_N: gl.constexpr,
     DEPTH: gl.constexpr,
     DEPTH_V: gl.constexpr,
@@ -90,6 +138,8 @@ def attention_forward(
     Q_SLOTS: gl.constexpr,
     TURNS: gl.constexpr,
     BY_COST: gl.constexpr,
+    K_BOX: gl.constexpr,
+    V_BOX: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -103,6 +153,9 @@ def attention_forward(
     HAS_STATS: gl.constexpr,
     STATS_LOG2: gl.constexpr,
     HAS_SINK: gl.constexpr,
+    PAGED: gl.constexpr,
+    SCORES: gl.constexpr,
+    CAP_DIVIDES: gl.constexpr,
 ):
     tiling = Tiling(
         BLOCK_N,
@@ -114,6 +167,8 @@ def attention_forward(
         Q_SLOTS,
         TURNS,
         BY_COST,
+        K_BOX,
+        V_BOX,
     )
     features = Features(
         HAS_LEFT,
@@ -129,7 +184,18 @@ def attention_forward(
         HAS_STATS,
         STATS_LOG2,
         HAS_SINK,
+        PAGED,
+        SCORES,
     )
+    k_pages = pages_of(k_table, k_table_batch, k_table_entry, k_page, q_pointer, rows)
+    v_pages = pages_of(v_table, v_table_batch, v_table_entry, v_page, q_pointer, rows)
+    scale = number_of(scale) * LOG2E
+    gain = scale
+    ceiling = scale
+    if SCORES != PLAIN:
+        scale = gl.to_tensor(1.0)
+    if SCORES == CAPPED:
+        gain, ceiling = cap_of(gain, cap_inner, cap_outer, CAP_DIVIDES)
     problem = Problem(
         rows,
         keys,
@@ -137,7 +203,7 @@ def attention_forward(
         depth_v,
         left,
         right,
-        scale * LOG2E,
+        scale,
         tiles,
         heads,
         heads_q,
@@ -160,6 +226,10 @@ def attention_forward(
         lengths_q_step,
         lengths_kv,
         lengths_kv_step,
+        k_pages,
+        v_pages,
+        gain,
+        ceiling,
     )
     kind: gl.constexpr = q_map.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH // SLABS], kind)

@@ -161,3 +161,15 @@ def element(operand, batch, head, row, RAGGED: gl.constexpr):
     if not RAGGED:
         at += batch.to(gl.int64) * operand.batch
     return at
+
+
+@gluon.jit
+def key_element(operand, pages, batch, head, key, row, features):
+    """Elements before (head, key) of a batch entry; ``row`` counts those before a sequence."""
+    if features.PAGED:
+        at = batch.to(gl.int64) * pages.batch + (key // pages.rows).to(gl.int64) * pages.entry
+        page = gl.load(pages.table + at)
+        found = element(operand, page, head, key % pages.rows, False)
+    else:
+        found = element(operand, batch, head, key + row, features.RAGGED_KV)
+    return found

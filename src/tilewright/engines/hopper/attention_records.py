@@ -16,6 +16,11 @@ ROWS = gl.constexpr(64)
 NO_LENGTHS = gl.constexpr(0)
 LENGTHS = gl.constexpr(1)
 SUMS = gl.constexpr(2)
+# What becomes of Q K^T before masks: nothing (a positive scale is folded into the exponent), it is
+# scaled, or it is scaled and capped.
+PLAIN = gl.constexpr(0)
+SCALED = gl.constexpr(1)
+CAPPED = gl.constexpr(2)
 
 
 @aggregate
@@ -31,6 +36,8 @@ class Tiling:
     Q_SLOTS: gl.constexpr
     TURNS: gl.constexpr
     BY_COST: gl.constexpr
+    K_BOX: gl.constexpr
+    V_BOX: gl.constexpr
     # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
     # tile's rows; the barriers' numbers; and the threads that meet at a release.
     SLAB: gl.constexpr
@@ -53,6 +60,8 @@ class Tiling:
         Q_SLOTS,
         TURNS,
         BY_COST,
+        K_BOX,
+        V_BOX,
     ):
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.DEPTH = gl.constexpr(DEPTH)
@@ -63,6 +72,8 @@ class Tiling:
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.TURNS = gl.constexpr(TURNS)
         self.BY_COST = gl.constexpr(BY_COST)
+        self.K_BOX = gl.constexpr(K_BOX)
+        self.V_BOX = gl.constexpr(V_BOX)
         self.SLAB = gl.constexpr(DEPTH // SLABS)
         self.Q_PITCH = gl.constexpr(max(SLABS, DEPTH_V * SLABS // DEPTH))
         self.BLOCK_M = gl.constexpr(64 * WARPGROUPS)
@@ -89,6 +100,8 @@ class Features:
     HAS_STATS: gl.constexpr
     STATS_LOG2: gl.constexpr
     HAS_SINK: gl.constexpr
+    PAGED: gl.constexpr
+    SCORES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -106,6 +119,8 @@ class Features:
         HAS_STATS,
         STATS_LOG2,
         HAS_SINK,
+        PAGED,
+        SCORES,
     ):
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -120,6 +135,8 @@ class Features:
         self.HAS_STATS = gl.constexpr(HAS_STATS)
         self.STATS_LOG2 = gl.constexpr(STATS_LOG2)
         self.HAS_SINK = gl.constexpr(HAS_SINK)
+        self.PAGED = gl.constexpr(PAGED)
+        self.SCORES = gl.constexpr(SCORES)
 
 
 @aggregate
@@ -159,8 +176,32 @@ class Operand:
 
 
 @aggregate
+class Pages:
+    """Where pages of keys or values are: entry i of batch entry b is the page of token i * rows.
+
+    It is ``table[b * batch + i * entry]``.
+    """
+
+    table: gl.tensor
+    batch: gl.tensor
+    entry: gl.tensor
+    rows: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, table, batch, entry, rows):
+        self.table = table
+        self.batch = batch
+        self.entry = entry
+        self.rows = rows
+
+
+@aggregate
 class Problem:
-    """The call: extents, the band, the operands, and the lengths of sequences."""
+    """The call: extents, the band, the operands, and the lengths of sequences.
+
+    ``scale`` is what scores are multiplied by in the exponent (of 2); ``gain`` and ``ceiling`` are
+    ``shaped``'s, where features say that scores are scaled or capped.
+    """
 
     rows: gl.tensor
     keys: gl.tensor
@@ -183,6 +224,10 @@ class Problem:
     lengths_q_step: gl.tensor
     lengths_kv: gl.tensor
     lengths_kv_step: gl.tensor
+    k_pages: Pages
+    v_pages: Pages
+    gain: gl.tensor
+    ceiling: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
@@ -208,6 +253,10 @@ class Problem:
         lengths_q_step,
         lengths_kv,
         lengths_kv_step,
+        k_pages,
+        v_pages,
+        gain,
+        ceiling,
     ):
         self.rows = rows
         self.keys = keys
@@ -230,6 +279,10 @@ class Problem:
         self.lengths_q_step = lengths_q_step
         self.lengths_kv = lengths_kv
         self.lengths_kv_step = lengths_kv_step
+        self.k_pages = k_pages
+        self.v_pages = v_pages
+        self.gain = gain
+        self.ceiling = ceiling
 
 
 @aggregate

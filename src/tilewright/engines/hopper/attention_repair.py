@@ -10,9 +10,14 @@ see is not looked at.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewright.engines.hopper.attention_places import element
+from tilewright.engines.hopper.attention_places import element, key_element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
-from tilewright.engines.hopper.attention_softmax import LOG2E, MINUS_INFINITY, thread_sums
+from tilewright.engines.hopper.attention_softmax import (
+    LOG2E,
+    MINUS_INFINITY,
+    shaped,
+    thread_sums,
+)
 
 # Columns of Q that are multiplied at a time.
 CHUNK = gl.constexpr(64)
@@ -52,7 +57,7 @@ def value_row(key, place, sequence, problem, tiling, features, LAYOUT: gl.conste
     """Row ``key`` of V in float32."""
     columns = gl.arange(0, tiling.DEPTH_V, LAYOUT)
     head = place.head // problem.group
-    at = element(problem.v, place.batch, head, key + sequence.v_row, features.RAGGED_KV)
+    at = key_element(problem.v, problem.v_pages, place.batch, head, key, sequence.v_row, features)
     values = gl.load(problem.v.pointer + at + columns, mask=columns < problem.depth_v, other=0.0)
     return values.to(gl.float32)
 
@@ -66,8 +71,8 @@ def score_column(key, rows, place, sequence, problem, tiling, features):
     rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
     parts = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     head = place.head // problem.group
-    k_at = problem.k.pointer + element(
-        problem.k, place.batch, head, key + sequence.k_row, features.RAGGED_KV
+    k_at = problem.k.pointer + key_element(
+        problem.k, problem.k_pages, place.batch, head, key, sequence.k_row, features
     )
     q_at = problem.q.pointer + element(
         problem.q, place.batch, place.head, sequence.q_row, features.RAGGED_Q
@@ -100,7 +105,7 @@ def compute_again(
     out = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, LAYOUT)
     for key in range(low, high):
         score = score_column(key, rows, place, sequence, problem, tiling, features)
-        score = gl.convert_layout(score, of_row) * problem.scale
+        score = gl.convert_layout(shaped(score, problem, features), of_row) * problem.scale
         seen = rows < sequence.rows
         if features.HAS_RIGHT:
             seen = seen & (key <= rows + sequence.right)

@@ -11,12 +11,35 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewright.engines.hopper.attention_places import element
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_records import CAPPED, NO_LENGTHS, PLAIN, ROWS
 from tilewright.engines.hopper.barriers import partition_barrier
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to a unit in the last place, for x >= 1; 0 for infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def shaped(scores, problem, features):
+    """Scores in base 2 where Q K^T is scaled, or scaled and capped, before masks.
+
+    tanh(x) = 1 - 2 / (e^(2x) + 1) to float32's rounding of 1, which keeps a score to a ten
+    millionth of its cap. (``tanh.approx`` is off by 2^-11: 0.02 in a score near a cap of 50.)
+    """
+    if features.SCORES != PLAIN:
+        scores = scores * problem.gain
+        if features.SCORES == CAPPED:
+            share = reciprocal(gl.exp2(scores) + 1.0)
+            scores = problem.ceiling - (2.0 * problem.ceiling) * share
+    return scores
 
 
 @gluon.jit

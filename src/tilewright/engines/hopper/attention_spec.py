@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
+from tilewright.engines.compiled.soft_cap import SoftCap, read_soft_cap
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.operation import Operation
@@ -20,7 +21,12 @@ MAX_HEAD_SIZE = 256
 # Fewer query rows than this leave most of a 64-row product empty: decoding, another kernel's work.
 MIN_ROWS = 17
 _LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
-_PORTS = frozenset({"q", "k", "v", "sink_token", "O", "Stats", *_LENGTHS["q"], *_LENGTHS["kv"]})
+_TABLES = ("paged_attention_k_table", "paged_attention_v_table")
+_PORTS = frozenset(
+    ("q", "k", "v", "sink_token", "O", "Stats", "attn_scale", *_TABLES)
+    + _LENGTHS["q"]
+    + _LENGTHS["kv"]
+)
 _INT32_MAX = 2**31 - 1
 
 
@@ -30,7 +36,8 @@ class AttentionSpec:
 
     Row i sees key j if ``i - left < j <= i + right``. The alignment of the diagonal is in the
     bounds, unless it follows from lengths: then ``shifts``, and the kernel adds keys - rows. None
-    is no bound, and a bound that hides nothing at these extents is None.
+    is no bound, and a bound that hides nothing at these extents is None. ``scale`` is None where
+    port "attn_scale" has it.
     """
 
     ports: Mapping[str, Tensor]
@@ -41,7 +48,8 @@ class AttentionSpec:
     keys: int
     depth: int
     depth_v: int
-    scale: float
+    scale: float | None
+    soft_cap: SoftCap | None
     left: int | None
     right: int | None
     shifts: bool
@@ -55,6 +63,16 @@ class AttentionSpec:
     def is_banded(self) -> bool:
         """True if a band hides keys."""
         return self.left is not None or self.right is not None
+
+    @property
+    def folds_scale(self) -> bool:
+        """True if the scale may be taken out of a row's maximum."""
+        return self.soft_cap is None and self.scale is not None and self.scale > 0.0
+
+    @property
+    def is_paged(self) -> bool:
+        """True if k and v are containers of pages."""
+        return _TABLES[0] in self.ports
 
     @property
     def group(self) -> int:
@@ -86,9 +104,8 @@ def read_spec(operation: Operation) -> AttentionSpec:
         )
     if extents.batch * extents.heads_q > _INT32_MAX // max(extents.rows, 1):
         raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
-    scale = 1.0 if operation.attn_scale is None else operation.attn_scale
-    if not scale > 0:
-        raise NotSupportedError(f"{title}: attn_scale is {scale}; the kernels take positive ones")
+    scale = 1.0 if operation.attn_scale is None else float(operation.attn_scale)
+    program = operation.score_mod
     lengths = {
         side: next((ports[name] for name in names if name in ports), None)
         for side, names in _LENGTHS.items()
@@ -111,7 +128,8 @@ def read_spec(operation: Operation) -> AttentionSpec:
         keys=extents.keys,
         depth=extents.depth,
         depth_v=extents.depth_v,
-        scale=float(scale),
+        scale=None if "attn_scale" in ports else scale,
+        soft_cap=None if program is None else read_soft_cap(title, program),
         left=None if left is None else min(max(left, -most), most),
         right=None if right is None else min(max(right, -most), most),
         shifts=shifts and (left is not None or right is not None),
@@ -124,15 +142,11 @@ def read_spec(operation: Operation) -> AttentionSpec:
 
 
 def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor]) -> None:
-    flags = {
-        "use_alibi_mask": operation.use_alibi_mask,
-        "score_mod": operation.score_mod is not None,
-    }
-    for name, is_set in flags.items():
-        if is_set:
-            raise NotSupportedError(f"{title}: {name}; the Hopper kernels do not have it")
+    if operation.use_alibi_mask:
+        raise NotSupportedError(f"{title}: use_alibi_mask; the Hopper kernels do not have it")
     for port, tensor in ports.items():
-        if port not in _PORTS:
+        # What a score program reads is looked at with the program.
+        if port not in _PORTS and not port.startswith("score_mod_"):
             raise NotSupportedError(
                 f"tensor {tensor.label()} ({port}): the Hopper kernels take "
                 f"{', '.join(sorted(_PORTS))}"

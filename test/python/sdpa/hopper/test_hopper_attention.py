@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,7 +74,10 @@ DECLINES: dict[str, tuple[dict[str, Any], str]] = {
         r"tensor 'b' \(bias\): the Hopper kernels take K?",
     ),
     "alibi": ({"use_alibi_mask": True}, "use_alibi_mask"),
-    "score program": ({"score_mod": lambda graph, score: graph.tanh(score)}, "score_mod"),
+    "score program": (
+        {"score_mod": lambda graph, score: graph.relu(score)},
+        "score_mod has relu on .* take soft caps",
+    ),
     "wide heads": ({"dims": ((2, 4, 256, 320),) * 3}, "head sizes 320 and 320"),
     "few rows": ({"dims": ((2, 4, 16, 64), DIM, DIM)}, "16 query rows"),
     "odd heads": ({"dims": (ODD, ODD, ODD)}, "steps by 120 bytes; .* multiples of 16"),
@@ -86,7 +90,10 @@ DECLINES: dict[str, tuple[dict[str, Any], str]] = {
         r"tensor 'v' \(v\): stride .* needs 1 on the last axis",
     ),
     "far": ({"strides": (FAR, None, None)}, "below 2\\*\\*40"),
-    "negative scale": ({"attn_scale": -1.0}, "attn_scale is -1.0"),
+    "block mask": (
+        {"block_mask": lambda graph: graph.tensor((2, 4, 2, 1), data_type="uint8", name="m")},
+        r"tensor 'm' \(block_mask\): the Hopper kernels take K?",
+    ),
 }
 
 
@@ -97,6 +104,72 @@ def test_a_decline_names_the_tensor_and_the_rule(name: str) -> None:
     graph = declare(**options)
     with pytest.raises(tw.NotSupportedError, match=reason):
         attention.propose(graph, 132)
+
+
+@pytest.mark.L0
+def test_scales_and_caps_are_part_of_the_call() -> None:
+    cap = {"score_mod": lambda graph, score: graph.tanh(score)}
+    for options, scores in (
+        ({"attn_scale": 0.5}, 0),
+        ({"attn_scale": -0.5}, 1),
+        ({"attn_scale": lambda graph: graph.tensor((1, 1, 1, 1), data_type="float32")}, 1),
+        ({"attn_scale": lambda graph: graph.tensor_scalar(0.5)}, 1),
+        (cap, 2),
+    ):
+        kernel = attention.plan(declare(**options), (), 132).kernels[0]
+        assert dict(kernel.spec.constants)["SCORES"] == scores, options
+
+
+def paged(
+    k_page: int, v_page: int, *, depth: tuple[int, int] = (128, 128), is_causal: bool = False
+) -> Any:
+    """A graph over pages of 2 heads, up to 1000 keys."""
+    graph = tw.Graph(
+        io_data_type="bfloat16", intermediate_data_type="float32", handle=tw.create_handle("cpu")
+    )
+    q = graph.tensor((2, 4, 256, depth[0]), name="q")
+    k = graph.tensor((50, 2, k_page, depth[0]), name="k")
+    v = graph.tensor((50, 2, v_page, depth[1]), name="v")
+    lengths = {
+        f"seq_len_{side}": graph.tensor((2, 1, 1, 1), data_type="int32") for side in ("q", "kv")
+    }
+    tables = {
+        f"paged_attention_{side}_table": graph.tensor(
+            (2, 1, -(-1000 // page), 1), data_type="int32"
+        )
+        for side, page in (("k", k_page), ("v", v_page))
+    }
+    out, _ = graph.sdpa(
+        q,
+        k,
+        v,
+        is_inference=True,
+        attn_scale=0.1,
+        use_padding_mask=True,
+        use_causal_mask_bottom_right=is_causal,
+        paged_attention_max_seq_len_kv=1000,
+        **lengths,
+        **tables,
+    )
+    out.set_output(True).set_name("o")
+    graph.validate()
+    return graph
+
+
+@pytest.mark.L0
+def test_a_box_of_paged_rows_lies_in_one_page() -> None:
+    for k_page, v_page, boxes in (
+        (16, 16, (16, 16)),
+        (128, 256, (128, 128)),
+        (48, 24, (16, 8)),
+        (1, 100, (1, 4)),
+    ):
+        kernel = attention.plan(paged(k_page, v_page), (), 132).kernels[0]
+        maps = [argument for argument in kernel.arguments if isinstance(argument, TensorMap)]
+        assert [each.box for each in maps[1:3]] == [(1, 1, rows, 64) for rows in boxes]
+        assert all(each.swizzle_bytes == 128 for each in maps)
+        constants = dict(kernel.spec.constants)
+        assert (constants["K_BOX"], constants["V_BOX"]) == boxes and constants["PAGED"]
 
 
 def packed(*, multiplier: int, ragged: str = "qkvo", with_lengths: bool = True) -> Any:
@@ -165,6 +238,8 @@ def test_only_sm90_is_admitted() -> None:
     # G3: a lower bound is not the device.
     entry = engine_by_name("hopper")
     assert entry is not None
+    cap = declare(score_mod=lambda graph, score: graph.tanh(score)).operations[0]
+    assert admit(entry.rows, cap, DeviceProperties("cuda", 0, "made up", (9, 0))) is None
     operation = declare().operations[0]
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         reason = admit(entry.rows, operation, DeviceProperties("cuda", 0, "made up", capability))
@@ -184,12 +259,24 @@ made = []
 original = triton.compile
 triton.compile = lambda *a, **k: made.append(original(*a, **k)) or made[-1]
 results = []
-for depth, causal in json.loads(sys.argv[1]):
+for depth, causal, page in json.loads(sys.argv[1]):
     graph = tw.Graph(
         io_data_type="bfloat16", intermediate_data_type="float32", handle=tw.create_handle("cpu")
     )
-    q, k, v = (graph.tensor((1, 4, 1024, size)) for size in depth)
-    out, stats = graph.sdpa(q, k, v, generate_stats=causal, use_causal_mask=causal)
+    kv_dim, options = (1, 4, 1024), {}
+    if page:
+        # Pages, and a cap that lies on the device.
+        kv_dim, count = (100, 4, page), -(-1024 // page)
+        cap = graph.tensor((1, 1, 1, 1), data_type="float32")
+        options = {
+            f"paged_attention_{side}_table": graph.tensor((1, 1, count, 1), data_type="int32")
+            for side in "kv"
+        }
+        options["paged_attention_max_seq_len_kv"] = 1024
+        options["score_mod"] = lambda graph, score: graph.mul(graph.tanh(score), cap)
+    q = graph.tensor((1, 4, 1024, depth[0]))
+    k, v = (graph.tensor((*kv_dim, size)) for size in depth[1:])
+    out, stats = graph.sdpa(q, k, v, generate_stats=causal, use_causal_mask=causal, **options)
     out.set_output(True)
     if stats is not None:
         stats.set_output(True).set_data_type("float32")
@@ -216,7 +303,8 @@ print(json.dumps(results))
 """
 
 
-def check_compiled(cases: list[tuple[tuple[int, int, int], bool]]) -> None:
+def check_compiled(cases: list[tuple[tuple[int, int, int], bool, int]]) -> None:
+    """Compile cases of (sizes of q, k and v; is causal; rows of a page or 0)."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     child = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(cases)],
@@ -227,23 +315,29 @@ def check_compiled(cases: list[tuple[tuple[int, int, int], bool]]) -> None:
     assert child.returncode == 0, child.stderr
     results = json.loads(child.stdout)
     assert len(results) == len(cases)
-    for result in results:
+    for result, (_, _, page) in zip(results, cases, strict=True):
         assert result["threads"] in (12 * 32, 16 * 32)
         assert result["shared_bytes"] <= 227 * 1024 and result["stack"] == 0
         assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
+        # The compiler has no swizzle of fewer than 8 rows; addresses are all that it makes there.
         swizzle_128_bytes, item_bytes = 3, 2
+        swizzles = [swizzle_128_bytes if box[2] >= 8 else 0 for box in result["boxes"]]
         assert result["compiled"] == [
-            [box, swizzle_128_bytes, item_bytes] for box in result["boxes"]
+            [box, swizzle, item_bytes]
+            for box, swizzle in zip(result["boxes"], swizzles, strict=True)
         ]
+        assert not page or result["boxes"][1][2] == math.gcd(page, 128)
 
 
 @pytest.mark.L0
 def test_a_kernel_compiles_for_sm90_and_is_called_as_compiled() -> None:
     # B18; and the tensor maps move what the compiled copies expect.
-    check_compiled([((128, 128, 128), True)])
+    check_compiled([((128, 128, 128), True, 0), ((64, 64, 64), True, 16)])
 
 
 @pytest.mark.L1
 def test_all_kernels_compile_for_sm90_and_are_called_as_compiled() -> None:
-    cases = [((64,) * 3, True), ((64,) * 3, False), ((128,) * 3, False)]
-    check_compiled([*cases, ((256,) * 3, True), ((256,) * 3, False), ((192, 192, 128), True)])
+    cases = [((64,) * 3, True, 0), ((64,) * 3, False, 0), ((128,) * 3, False, 0)]
+    cases += [((256,) * 3, True, 0), ((256,) * 3, False, 0), ((192, 192, 128), True, 0)]
+    cases += [((128,) * 3, True, 128), ((256,) * 3, False, 48), ((128,) * 3, False, 1)]
+    check_compiled(cases)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 
@@ -96,18 +96,20 @@ def factors(case: Case) -> tuple[tuple[str, object], ...]:
     return tuple((name, getattr(case, name)) for name in LEVELS)
 
 
-def all_pairs(seed: int, most: int | None = None) -> list[Case]:
+def all_pairs(
+    seed: int, most: int | None = None, levels: Mapping[str, tuple[object, ...]] = LEVELS
+) -> list[Case]:
     """Cases in which every legal pair of two factors' levels occurs, or the first ``most``.
 
     Greedy: of some drawn candidates the one with the most new pairs is taken, until no drawn case
-    brings any.
+    brings any. Factors without ``levels`` stay plain.
     """
     draw = random.Random(seed)
     covered: set[tuple[object, ...]] = set()
     chosen: list[Case] = []
     misses = 0
     while misses < 20 and (most is None or len(chosen) < most):
-        candidates = [_drawn(draw) for _ in range(40)]
+        candidates = [_drawn(draw, levels) for _ in range(40)]
         best = max(candidates, key=lambda case: len(_pairs(case) - covered))
         new = _pairs(best) - covered
         misses = 0 if new else misses + 1
@@ -117,8 +119,8 @@ def all_pairs(seed: int, most: int | None = None) -> list[Case]:
     return chosen
 
 
-def _drawn(draw: random.Random) -> Case:
-    return legal(Case(**{name: draw.choice(levels) for name, levels in LEVELS.items()}))
+def _drawn(draw: random.Random, levels: Mapping[str, tuple[object, ...]]) -> Case:
+    return legal(Case(**{name: draw.choice(choices) for name, choices in levels.items()}))
 
 
 def _pairs(case: Case) -> set[tuple[object, ...]]:
