@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,8 +92,12 @@ def _stated_version(package: str) -> str:
         text = Path(found.origin).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-    stated = re.search(r"""^__version__ = ["']([^"']+)["']""", text, re.MULTILINE)
-    return stated[1] if stated else ""
+    for line in text.splitlines():
+        name, _, value = line.partition(" = ")
+        quote = value[:1]
+        if name == "__version__" and quote in ("'", '"') and quote in value[1:]:
+            return value[1:].partition(quote)[0]
+    return ""
 
 
 @functools.cache

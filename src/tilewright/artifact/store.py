@@ -31,8 +31,9 @@ from tilewright.records import record
 
 _SUFFIX = ".twk"
 _RECORD_SUFFIX = ".twp"
-_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tw[kp]")
-_DRAFT_NAME = re.compile(r"\.[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{16}\.tmp")
+# Not compiled before they are used: who only loads has no need of them.
+_FILE_NAME = r"[0-9a-f]{64}\.tw[kp]"
+_DRAFT_NAME = r"\.[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{16}\.tmp"
 # A draft this old has lost its writer.
 _DRAFT_LIFE_S = 3600.0
 # Room is made for more than one entry at a time.
@@ -90,6 +91,16 @@ class Store:
             os.utime(path)
         count("disk_hits")
         return entry.code, ""
+
+    def touch(self, digest: str) -> bool:
+        """True if there is an entry of this name, which counts as used now. It is not read."""
+        path = self.folder / (digest + _SUFFIX)
+        try:
+            os.utime(path)
+        except OSError:
+            # A read-only store has it all the same.
+            return path.is_file()
+        return True
 
     def load_record(
         self, facts: Mapping[str, Any], is_current: Callable[[Any], bool]
@@ -151,8 +162,8 @@ class Store:
         found = []
         with contextlib.suppress(OSError), os.scandir(self.folder) as scan:
             for item in scan:
-                is_draft = _DRAFT_NAME.fullmatch(item.name) is not None
-                if not is_draft and _FILE_NAME.fullmatch(item.name) is None:
+                is_draft = re.fullmatch(_DRAFT_NAME, item.name) is not None
+                if not is_draft and re.fullmatch(_FILE_NAME, item.name) is None:
                     continue
                 with contextlib.suppress(OSError):
                     facts = item.stat(follow_symlinks=False)

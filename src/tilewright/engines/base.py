@@ -6,7 +6,7 @@ without importing it; only ``propose`` and ``build`` need its code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
@@ -14,9 +14,14 @@ from tilewright.launch.workspace import WorkspacePlan
 from tilewright.records import record
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     import torch
 
     from tilewright.launch.binder import Binding
+else:
+    # Nobody asks at run time, and making one takes long.
+    Protocol = object
 
 Knobs = tuple[tuple[knob_type, int], ...]
 

@@ -14,12 +14,11 @@ import torch
 
 from tilewright.errors import BindingError
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.facts import OperandFacts, observe, owned_bytes
-from tilewright.launch.slots import Slot
-from tilewright.torch_dtypes import from_torch
+from tilewright.launch.slots import Slot, owned_bytes
 
 if TYPE_CHECKING:
     from tilewright.launch.aliases import ByteRange
+    from tilewright.launch.facts import OperandFacts
 
 VariantPack = Mapping[Any, Any]
 # Stands for the view of an operand that only its address is wanted of.
@@ -246,11 +245,13 @@ class Binder:
         return tensor.as_strided(slot.dim, slot.stride)
 
     def _observe_and_check(self, slot: Slot, buffer: Any) -> tuple[torch.Tensor, int, int]:
-        facts = observe(buffer, slot.label)
+        facts = _observe(buffer, slot.label)
         if facts.tensor is None:
             return self._bind_pointer(slot, facts.pointer)
         dtype = facts.tensor.dtype
         if dtype is not slot.dtype and not (dtype is torch.uint8 and slot.dtype.itemsize == 1):
+            from tilewright.torch_dtypes import from_torch
+
             raise BindingError(
                 f"tensor {slot.label}: data type {from_torch(dtype).name}; expected "
                 f"{slot.data_type.name} as declared"
@@ -323,7 +324,7 @@ class Binder:
             if needed:
                 raise BindingError(f"workspace: none given; the plan needs {needed} bytes")
             return
-        facts = observe(workspace, "workspace")
+        facts = _observe(workspace, "workspace")
         if facts.span_bytes is not None and facts.span_bytes < needed:
             raise BindingError(
                 f"workspace: {facts.span_bytes} bytes given; the plan needs {needed}"
@@ -349,7 +350,7 @@ def workspace_view(workspace: Any, size_bytes: int, device: torch.device) -> tor
     """A uint8 view of the first ``size_bytes`` of a workspace; None if no byte is needed."""
     if size_bytes == 0:
         return None
-    facts = observe(workspace, "workspace")
+    facts = _observe(workspace, "workspace")
     if facts.tensor is None:
         from tilewright.launch.pointers import bytes_at
 
@@ -361,7 +362,14 @@ def workspace_view(workspace: Any, size_bytes: int, device: torch.device) -> tor
 
 def workspace_pointer(workspace: Any) -> int:
     """The address of a workspace that was bound."""
-    return observe(workspace, "workspace").pointer
+    return _observe(workspace, "workspace").pointer
+
+
+def _observe(buffer: Any, label: str) -> OperandFacts:
+    # Plain calls never ask, so a first call need not load it.
+    from tilewright.launch.facts import observe
+
+    return observe(buffer, label)
 
 
 def _written_pairs(

@@ -5,13 +5,16 @@ The launch itself is in ``driver_launch``. Loading is lazy: importing this modul
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
 
 from tilewright.errors import LaunchError, NotSupportedError
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # Above this a kernel has to ask for its shared memory.
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
@@ -31,6 +34,8 @@ def driver() -> ctypes.CDLL:
     library.cuDeviceGet.argtypes = [pointer, ctypes.c_int]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuCtxGetCurrent.argtypes = [pointer]
+    library.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
     library.cuModuleLoadData.argtypes = [pointer, pointer]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
@@ -97,9 +102,14 @@ class Module:
         import torch
 
         library = driver()
-        # A tensor's allocation makes sure that torch has made the context that is loaded into.
-        with torch.cuda.device(device_index):
-            torch.cuda.current_stream().query()
+        with torch.cuda.device(device_index), _as_if_none_captured(library):
+            # A thread that made no call of the runtime yet has no context, which is loaded into.
+            context = ctypes.c_void_p()
+            check(library.cuCtxGetCurrent(ctypes.byref(context)), "the current context")
+            if not context.value:
+                from tilewright.launch.driver_launch import make_context_current
+
+                make_context_current(device_index)
             self._module = ctypes.c_void_p()
             buffer = ctypes.create_string_buffer(image, len(image))
             check(
@@ -118,6 +128,17 @@ class Module:
                 )
         self.function: int = function.value or 0
         self.name = name
+
+
+@contextlib.contextmanager
+def _as_if_none_captured(library: ctypes.CDLL) -> Iterator[None]:
+    """Loading is allowed inside while a stream is captured: it is no work on a stream."""
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "the capture mode")
+    try:
+        yield
+    finally:
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 _modules: dict[tuple[str, int], Module] = {}

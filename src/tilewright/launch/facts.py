@@ -9,6 +9,7 @@ import torch
 from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.shapes import span_elements
+from tilewright.launch.slots import owned_bytes
 from tilewright.torch_dtypes import from_torch
 
 
@@ -68,15 +69,6 @@ def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
         min(span_elements(dim, stride) * tensor.element_size(), owned_bytes(tensor)),
         tensor,
     )
-
-
-def owned_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its storage.
-
-    A storage that was made smaller under a tensor holds less than the tensor's dim says.
-    """
-    offset_bytes = tensor.storage_offset() * tensor.element_size()
-    return max(int(tensor.untyped_storage().nbytes() - offset_bytes), 0)
 
 
 def _data_type(tensor: torch.Tensor, label: str) -> DataType:

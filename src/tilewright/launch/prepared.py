@@ -11,26 +11,26 @@ import ctypes
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, LaunchError
 from tilewright.launch.cuda_driver import parameter_layout
 from tilewright.launch.driver_launch import KernelCall
 from tilewright.launch.handles import as_stream_pointer
-from tilewright.launch.tensor_maps import (
-    TENSOR_MAP_BYTES,
-    TensorMap,
-    TensorMapEncoder,
-)
 from tilewright.records import record
+
+if TYPE_CHECKING:
+    from tilewright.launch.tensor_maps import TensorMapEncoder
 
 # Keys of cuLaunchKernel's "extra" list: where the parameter buffer is, and its size.
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _ExtraList = ctypes.c_void_p * 5
 _FORMATS = {"i1": "b", "i8": "b", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
+TENSOR_MAP_BYTES = 128
 _MAP = "tensor map"
 _FORMATS[_MAP] = f"{TENSOR_MAP_BYTES}s"
 
@@ -63,6 +63,33 @@ class Constant:
     """A scalar argument that the declaration fixes."""
 
     value: int | float
+
+
+@record(frozen=True)
+class TensorMap:
+    """A tensor-map argument: the operand of ``slot`` as the copy engine sees it.
+
+    ``tilewright.launch.tensor_maps`` makes and encodes them.
+
+    ``dim`` and ``stride`` are in elements, outermost axis first, the last stride 1; ``box`` is
+    what one copy moves; ``swizzle_bytes`` is the width of the swizzle in shared memory. With
+    ``is_flat`` the operand is a ragged one: its second axis from the end (rows of all sequences,
+    one after another) reaches as far as the bytes that a call's buffer owns.
+    """
+
+    slot: int
+    label: str
+    data_type: DataType
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+    is_flat: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self.dim)
 
 
 Argument = Operand | Scratch | HostScalar | Constant | TensorMap
@@ -107,6 +134,9 @@ class KernelLaunch:
         for position, argument in enumerate(self.arguments):
             code, offset = "<" + formats[position], self.offsets[position]
             if isinstance(argument, TensorMap):
+                # Few kernels take any.
+                from tilewright.launch.tensor_maps import TensorMapEncoder
+
                 maps.append((offset, TensorMapEncoder(argument)))
             elif isinstance(argument, Constant):
                 struct.pack_into(code, self.template, offset, argument.value)

@@ -70,6 +70,15 @@ def make_slots(graph: DeclaredGraph) -> tuple[Slot, ...]:
     )
 
 
+def owned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its storage.
+
+    A storage that was made smaller under a tensor holds less than the tensor's dim says.
+    """
+    offset_bytes = tensor.storage_offset() * tensor.element_size()
+    return max(int(tensor.untyped_storage().nbytes() - offset_bytes), 0)
+
+
 def in_place_pairs(graph: DeclaredGraph, slots: Sequence[Slot]) -> frozenset[tuple[int, int]]:
     """Pairs (output uid, input uid) that may share one buffer.
 

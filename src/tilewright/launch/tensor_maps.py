@@ -13,9 +13,9 @@ from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.cuda_driver import check, driver
-from tilewright.records import record
+from tilewright.launch.prepared import TENSOR_MAP_BYTES
+from tilewright.launch.prepared import TensorMap as TensorMap
 
-TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 # Addresses and steps in bytes are multiples of this, and a step is below 2**40.
 STEP_BYTES = 16
@@ -26,31 +26,6 @@ _DATA_TYPES = {DataType.HALF: 6, DataType.FLOAT: 7, DataType.BFLOAT16: 9}
 _DATA_TYPES |= dict.fromkeys((DataType.UINT8, DataType.FP8_E4M3, DataType.FP8_E5M2), 0)
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _NO_INTERLEAVE, _FILL_ZERO, _PROMOTE_TO_128_BYTES = 0, 0, 2
-
-
-@record(frozen=True)
-class TensorMap:
-    """A tensor-map argument: the operand of ``slot`` as the copy engine sees it.
-
-    ``dim`` and ``stride`` are in elements, outermost axis first, the last stride 1; ``box`` is
-    what one copy moves; ``swizzle_bytes`` is the width of the swizzle in shared memory. With
-    ``is_flat`` the operand is a ragged one: its second axis from the end (rows of all sequences,
-    one after another) reaches as far as the bytes that a call's buffer owns.
-    """
-
-    slot: int
-    label: str
-    data_type: DataType
-    dim: tuple[int, ...]
-    stride: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle_bytes: int
-    is_flat: bool = False
-
-    @property
-    def rank(self) -> int:
-        """The number of axes."""
-        return len(self.dim)
 
 
 def tensor_map(

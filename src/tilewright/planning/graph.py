@@ -13,7 +13,7 @@ from tilewright.graph.enums import build_plan_policy, heur_mode
 from tilewright.graph.tensor import Tensor
 from tilewright.planning.calling import CallableGraph
 from tilewright.planning.devices import DeviceProperties, device_properties
-from tilewright.planning.plans import EngineVerdict, Plan, propose_plans
+from tilewright.planning.plans import RankedPlans, propose_plans
 
 if TYPE_CHECKING:
     from tilewright.engines.base import Launchable
@@ -53,8 +53,7 @@ class Graph(CallableGraph):
         self.is_override_shape_enabled = bool(is_override_shape_enabled)
         self.is_cuda_graph_replay_expected = bool(is_cuda_graph_replay_expected)
         self._declared_form: dict[str, Any] | None = None
-        self._plans: list[Plan] | None = None
-        self._verdicts: list[EngineVerdict] = []
+        self._plans: RankedPlans | None = None
         self._barred: dict[int, str] = {}
         self._built: dict[int, BuiltPlan] = {}
         self._selected: int | None = None
@@ -83,7 +82,7 @@ class Graph(CallableGraph):
         self.validate()
 
     def create_execution_plans(self, heur_modes: Sequence[heur_mode] = (heur_mode.A,)) -> None:
-        """Rank the plans of every engine that takes the graph.
+        """Rank the plans of the engines that take the graph; later ones when they are asked for.
 
         Raises:
             GraphError: if the graph is wrong, or has plans already.
@@ -93,9 +92,7 @@ class Graph(CallableGraph):
         for mode in heur_modes:
             heur_mode(mode)
         self.build_operation_graph()
-        self._plans, self._verdicts = propose_plans(
-            self, self._device_properties(), self._torch_device()
-        )
+        self._plans = propose_plans(self, self._device_properties(), self._torch_device())
 
     def check_support(self) -> None:
         """Require that some plan is left.
@@ -103,8 +100,7 @@ class Graph(CallableGraph):
         Raises:
             NotSupportedError: with every engine's reason.
         """
-        self._require_plans()
-        if not self._open_indices():
+        if self._first_open() is None:
             raise NotSupportedError(f"no plan\n{self.explain()}")
 
     def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
@@ -114,14 +110,14 @@ class Graph(CallableGraph):
             NotSupportedError: if none is left.
         """
         self.check_support()
-        indices = self._open_indices()
         if policy is build_plan_policy.ALL:
-            for index in indices:
+            for index in self._open_indices():
                 self.build_plan_at_index(index)
-        if self._selected is None:
-            self._selected = indices[0]
-        self.build_plan_at_index(self._selected)
-        self._active = self._built[self._selected]
+        chosen = self._first_open() if self._selected is None else self._selected
+        if chosen is not None:
+            self._selected = chosen
+            self.build_plan_at_index(chosen)
+            self._active = self._built[chosen]
 
     def build(self, heur_modes: Sequence[heur_mode] = (heur_mode.A,)) -> None:
         """All steps: validate, plan, check support, build the best plan.

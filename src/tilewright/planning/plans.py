@@ -51,31 +51,85 @@ class EngineVerdict:
         return bool(self.plan_names)
 
 
+class RankedPlans(Sequence[Plan]):
+    """The plans of a graph, best first; an engine is asked once a plan of its rank is wanted.
+
+    Most graphs run the first plan, and never need what the engines behind it would offer. A
+    decline (NotSupportedError) becomes a verdict; any other exception propagates.
+    """
+
+    def __init__(
+        self,
+        graph: DeclaredGraph,
+        device: DeviceProperties,
+        torch_device: Any,
+        table: Sequence[EngineEntry],
+    ) -> None:
+        self._asked = graph, device, torch_device
+        self._table = table
+        # The last is asked next.
+        self._ranks = sorted({entry.priority for entry in table}, reverse=True)
+        self._plans: list[Plan] = []
+        self._verdicts: dict[int, EngineVerdict] = {}
+
+    def __len__(self) -> int:
+        """How many plans there are; asks every engine."""
+        while self._ask_next():
+            pass
+        return len(self._plans)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+    def __getitem__(self, index: Any) -> Any:
+        """The plan at an index of 0 or more; asks no more engines than it takes to tell."""
+        if isinstance(index, slice) or index < 0:
+            return self._plans[index] if len(self) else [][index]
+        while index >= len(self._plans) and self._ask_next():
+            pass
+        return self._plans[index]
+
+    def verdicts(self) -> list[EngineVerdict]:
+        """What became of each engine, in the table's order; asks every engine."""
+        len(self)
+        return [self._verdicts[entry.engine_id] for entry in self._table]
+
+    def _ask_next(self) -> bool:
+        """Ask the engines of the next rank; False if none is left."""
+        if not self._ranks:
+            return False
+        ranked: list[tuple[float, int, Plan]] = []
+        for entry in self._table:
+            if entry.priority != self._ranks[-1]:
+                continue
+            try:
+                proposals = _ask(entry, *self._asked)
+            except NotSupportedError as decline:
+                self._verdicts[entry.engine_id] = EngineVerdict(
+                    entry.engine_id, entry.name, (), str(decline)
+                )
+                continue
+            plans = [_as_plan(entry, proposal) for proposal in proposals]
+            self._verdicts[entry.engine_id] = EngineVerdict(
+                entry.engine_id, entry.name, tuple(plan.name for plan in plans), ""
+            )
+            ranked += [(plan.cost, i, plan) for i, plan in enumerate(plans)]
+        self._ranks.pop()
+        ranked.sort(key=lambda item: item[:2])
+        self._plans += [plan for *_, plan in ranked]
+        return True
+
+
 def propose_plans(
     graph: DeclaredGraph,
     device: DeviceProperties,
     torch_device: Any,
     table: Sequence[EngineEntry] = ENGINE_TABLE,
-) -> tuple[list[Plan], list[EngineVerdict]]:
-    """Ask every engine of the table; the plans come ranked, best first.
-
-    A decline (NotSupportedError) becomes a verdict; any other exception propagates.
-    """
-    ranked: list[tuple[int, float, int, Plan]] = []
-    verdicts = []
-    for entry in table:
-        try:
-            proposals = _ask(entry, graph, device, torch_device)
-        except NotSupportedError as decline:
-            verdicts.append(EngineVerdict(entry.engine_id, entry.name, (), str(decline)))
-            continue
-        plans = [_as_plan(entry, proposal) for proposal in proposals]
-        verdicts.append(
-            EngineVerdict(entry.engine_id, entry.name, tuple(plan.name for plan in plans), "")
-        )
-        ranked += [(entry.priority, plan.cost, i, plan) for i, plan in enumerate(plans)]
-    ranked.sort(key=lambda item: item[:3])
-    return [plan for *_, plan in ranked], verdicts
+) -> RankedPlans:
+    """The ranked plans of a validated graph; the engines are asked down to the first plan."""
+    ranked = RankedPlans(graph, device, torch_device, table)
+    next(iter(ranked), None)
+    return ranked
 
 
 def _ask(

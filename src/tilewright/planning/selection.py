@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.planning.devices import DeviceProperties
-from tilewright.planning.plans import EngineVerdict, Plan
+from tilewright.planning.plans import Plan, RankedPlans
 from tilewright.planning.table import ENGINE_TABLE, engine_by_id, engine_by_name
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class PlanSelection(DeclaredGraph):
     """The plan list of a graph, and everything that picks from it."""
 
-    _plans: list[Plan] | None
-    _verdicts: list[EngineVerdict]
+    _plans: RankedPlans | None
     _barred: dict[int, str]
     _built: dict[int, BuiltPlan]
     _selected: int | None
@@ -121,7 +120,8 @@ class PlanSelection(DeclaredGraph):
         known = ", ".join(f"{e.engine_id} ({e.name})" for e in ENGINE_TABLE)
         if entry is None:
             raise NotSupportedError(f"no engine has id {engine}; known are {known}")
-        reason = next((v.reason for v in self._verdicts if v.engine_id == engine), "")
+        verdicts = [] if self._plans is None else self._plans.verdicts()
+        reason = next((v.reason for v in verdicts if v.engine_id == engine), "")
         raise NotSupportedError(
             f"engine {entry.name!r} has no plan with knobs {dict(wanted)}"
             + (f": {reason}" if reason else "")
@@ -209,7 +209,7 @@ class PlanSelection(DeclaredGraph):
         return Explanation(
             self.name,
             str(self._device_properties()),
-            tuple(self._verdicts),
+            tuple(self._plans.verdicts() if self._plans is not None else ()),
             tuple((plans[index].name, reason) for index, reason in sorted(self._barred.items())),
             None if chosen is None else plans[chosen],
         )
@@ -229,10 +229,10 @@ class PlanSelection(DeclaredGraph):
 
         return autotune(self, variant_pack, workspace)
 
-    def _require_plans(self) -> list[Plan]:
+    def _require_plans(self) -> Sequence[Plan]:
         if self._plans is None:
             self.create_execution_plans()
-        return self._plans or []
+        return () if self._plans is None else self._plans
 
     def _active_plan(self) -> BuiltPlan:
         if self._active is None:
@@ -243,9 +243,12 @@ class PlanSelection(DeclaredGraph):
 
     def _plan(self, index: int) -> Plan:
         plans = self._require_plans()
-        if not 0 <= index < len(plans):
-            raise NotSupportedError(f"no plan has index {index}; there are {len(plans)}")
-        return plans[index]
+        if index >= 0:
+            try:
+                return plans[index]
+            except IndexError:
+                pass
+        raise NotSupportedError(f"no plan has index {index}; there are {len(plans)}")
 
     def _index_of(self, plan: int | str | Plan) -> int:
         plans = self._require_plans()
@@ -254,6 +257,11 @@ class PlanSelection(DeclaredGraph):
                 return index
         names = ", ".join(candidate.name for candidate in plans) or "none"
         raise NotSupportedError(f"no plan {plan!r}; there are: {names}")
+
+    def _first_open(self) -> int | None:
+        """The index of the best plan that is not barred; asks no engine behind it."""
+        indices = (i for i, _ in enumerate(self._require_plans()) if i not in self._barred)
+        return next(indices, None)
 
     def _open_indices(self) -> list[int]:
         return [i for i in range(len(self._require_plans())) if i not in self._barred]

@@ -52,6 +52,14 @@ def stored_code(digest: str) -> KernelCode | None:
         return code
 
 
+def is_stored(digest: str) -> bool:
+    """True if memory or the store has an entry of this name; it is not read."""
+    if digest in _memory:
+        return True
+    store = current_store()
+    return store is not None and store.touch(digest)
+
+
 def key_of(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelKey:
     """The key of a kernel for a target. Needs no GPU, and works under the interpreter."""
     return KernelKey(

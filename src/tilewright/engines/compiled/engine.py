@@ -16,6 +16,7 @@ import torch
 from tilewright.artifact.environment import installed_version
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled import plan_records
+from tilewright.engines.compiled.resolved import Codes, ResolvedPlan
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.records import record
@@ -98,19 +99,27 @@ class CompiledEngine:
 
     def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> Any:
         """Load the kernels of one proposal as they are known, or compile them."""
-        from tilewright.engines.compiled import executable
-
         name = self.family_name(graph)
         if device.type == "cpu":
-            return executable.InterpretedExecutable(self._plan(name, graph, knobs, device), device)
+            from tilewright.engines.compiled.interpreted import InterpretedExecutable
+
+            return InterpretedExecutable(self._plan(name, graph, knobs, device), device)
+        from tilewright.engines.compiled import executable
+
         keys = self._record_keys(graph, name, device)
         known = None
         if keys is not None and not self._is_loaded(name):
             known = plan_records.load_plan(keys, knobs)
-        codes = None if known is None else executable.stored_codes(known)
-        if known is None or codes is None:
+
+        def resolved() -> tuple[ResolvedPlan, Codes]:
             target = torch.cuda.get_device_capability(device)
-            known, codes = executable.resolve(self._plan(name, graph, knobs, device), target)
+            return executable.resolve(self._plan(name, graph, knobs, device), target)
+
+        codes = None
+        if known is not None:
+            codes = executable.stored_codes(known, lambda: resolved()[1])
+        if known is None or codes is None:
+            known, codes = resolved()
             if keys is not None:
                 plan_records.save_plan(keys, knobs, known)
         return executable.CudaExecutable(known, device, codes)

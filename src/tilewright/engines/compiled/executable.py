@@ -1,35 +1,32 @@
-"""Running a Triton plan: prepared driver launches on a GPU, the interpreter on a CPU."""
+"""A plan of compiled kernels on a GPU: prepared driver launches. On a CPU: see ``interpreted``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewright.artifact.code import KernelCode
-from tilewright.engines.compiled.code_cache import kernel_code, stored_code
+from tilewright.engines.compiled.code_cache import is_stored, kernel_code, stored_code
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
-from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.compiled.resolved import Codes, ResolvedKernel, ResolvedPlan
-from tilewright.errors import NotSupportedError
-from tilewright.launch.binder import Binder, Binding, workspace_pointer, workspace_view
+from tilewright.errors import LaunchError
+from tilewright.launch.binder import Binder, Binding, workspace_pointer
 from tilewright.launch.cuda_driver import load_module
 from tilewright.launch.direct import DirectCalls
-from tilewright.launch.frames import Frame
 from tilewright.launch.prepared import (
     BlockPool,
     BoundPlan,
-    Constant,
-    HostScalar,
     KernelFrame,
     KernelLaunch,
-    Operand,
-    Scratch,
     launch_on,
     require_grid,
 )
 from tilewright.launch.workspace import WorkspacePlan, plan_workspace
+
+if TYPE_CHECKING:
+    from tilewright.engines.compiled.planned import KernelPlan
 
 
 class CudaExecutable:
@@ -39,6 +36,9 @@ class CudaExecutable:
     workspace_alignment_bytes = POINTER_ALIGNMENT_BYTES
 
     def __init__(self, plan: ResolvedPlan, device: torch.device, codes: Codes) -> None:
+        # The plan behind is loaded by the first call that needs it: most processes have none.
+        self._behind = None if plan.fallback is None else (plan.fallback, device, codes)
+        self._fallback: CudaExecutable | None = None
         self.workspace: WorkspacePlan = plan_workspace(list(plan.scratch))
         self._device_index = device.index or 0
         self._launches = tuple(
@@ -46,9 +46,6 @@ class CudaExecutable:
         )
         self._blocks = BlockPool(self._launches, self._device_index)
         self._needs_aligned = plan.needs_aligned
-        self._fallback = (
-            None if plan.fallback is None else CudaExecutable(plan.fallback, device, codes)
-        )
 
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> KernelFrame:
         """The parameter blocks of one call."""
@@ -91,41 +88,17 @@ class CudaExecutable:
 
     def _for(self, starts: Sequence[int]) -> CudaExecutable:
         """This plan, or the general one if a pointer is less aligned than this one assumes."""
-        if self._fallback is not None:
+        if self._behind is not None:
             for slot in self._needs_aligned:
                 if starts[slot] & (POINTER_ALIGNMENT_BYTES - 1):
+                    if self._fallback is None:
+                        # Two threads that come here at once make one each, of one module.
+                        self._fallback = CudaExecutable(*self._behind)
                     return self._fallback
         return self
 
     def _scratch(self, workspace: Any) -> int:
         return workspace_pointer(workspace) if self.workspace.size_bytes else 0
-
-
-class InterpretedExecutable:
-    """The same kernels under Triton's interpreter, on CPU tensors. For tests without a GPU."""
-
-    needs_views = True
-
-    def __init__(self, plan: KernelPlan, device: torch.device) -> None:
-        # Alignment is a matter of the device's loads: the general plan is the one to interpret.
-        self._plan = plan if plan.fallback is None else plan.fallback
-        self.workspace: WorkspacePlan = plan_workspace(list(self._plan.scratch))
-        self._device = device
-
-    def execute(self, binding: Binding, workspace: Any, stream: Any) -> None:
-        """One call at once."""
-        self.frame(binding, workspace, "", None).launch(stream)
-
-    def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> Frame:
-        """Calls of the interpreted functions on the operands' views."""
-        scratch = workspace_view(workspace, self.workspace.size_bytes, self._device)
-        calls = [_interpreted(kernel, binding, scratch) for kernel in self._plan.kernels]
-
-        def run() -> None:
-            for call in calls:
-                call()
-
-        return Frame(run, self._device, plan_name, keep)
 
 
 def resolve(
@@ -150,15 +123,34 @@ def resolve(
     return ResolvedPlan(tuple(kernels), plan.scratch, plan.needs_aligned, behind), codes
 
 
-def stored_codes(plan: ResolvedPlan) -> dict[str, KernelCode] | None:
-    """The code of every kernel of a stored plan, by digest; None if one is not there."""
-    codes: dict[str, KernelCode] = {}
-    for digest in plan.digests():
-        code = codes.get(digest) or stored_code(digest)
+def stored_codes(plan: ResolvedPlan, remake: Callable[[], Codes]) -> Codes | None:
+    """The code of every kernel of a stored plan, by digest; None if one is not there.
+
+    Of the plan behind it, the code is read when it is asked for; if it is damaged then, or gone,
+    ``remake`` tells the code of all kernels as their family has them.
+    """
+    codes = _StoredCodes(remake)
+    for kernel in plan.kernels:
+        code = stored_code(kernel.digest)
         if code is None:
             return None
-        codes[digest] = code
-    return codes
+        codes[kernel.digest] = code
+    return codes if all(d in codes or is_stored(d) for d in plan.digests()) else None
+
+
+class _StoredCodes(dict[str, KernelCode]):
+    def __init__(self, remake: Callable[[], Codes]) -> None:
+        super().__init__()
+        self._remake = remake
+
+    def __missing__(self, digest: str) -> KernelCode:
+        code = stored_code(digest) or self._remake().get(digest)
+        if code is None:
+            raise LaunchError(
+                f"the store has lost code of a built plan ({digest[:16]}), and its sources are "
+                "not what they were: build the plan again"
+            )
+        return code
 
 
 def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> KernelLaunch:
@@ -172,32 +164,3 @@ def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> Kernel
         kernel.types,
         kernel.arguments,
     )
-
-
-def _interpreted(
-    kernel: PlannedKernel, binding: Binding, scratch: torch.Tensor | None
-) -> Callable[[], None]:
-    # By name: compile-time arguments may stand between those of run time.
-    arguments: dict[str, Any] = dict(kernel.spec.constants)
-    for (name, kind), argument in zip(kernel.spec.types, kernel.arguments, strict=True):
-        if isinstance(argument, Operand):
-            view = binding.views[argument.slot]
-            if argument.offset_bytes:
-                raise NotSupportedError(f"argument {name!r}: the interpreter takes whole operands")
-            arguments[name] = view
-        elif isinstance(argument, HostScalar):
-            arguments[name] = binding.views[argument.slot].item()
-        elif isinstance(argument, Constant):
-            arguments[name] = argument.value
-        elif isinstance(argument, Scratch) and scratch is not None:
-            arguments[name] = scratch[argument.offset_bytes :].view(_SCRATCH_TYPES[kind])
-    function, grid = kernel.spec.function, kernel.grid
-    return lambda: function[grid](**arguments)
-
-
-_SCRATCH_TYPES = {
-    "*fp32": torch.float32,
-    "*fp64": torch.float64,
-    "*i32": torch.int32,
-    "*i64": torch.int64,
-}

@@ -186,13 +186,16 @@ def sources_digest(files: tuple[str, ...]) -> str:
     Raises:
         OSError: if one is not there.
     """
-    digest = hashlib.sha256()
-    for name in files:
-        with open(os.path.join(_root(), name), "rb", buffering=0) as file:
-            content = file.read()
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
+    root = _root()
+    lines = [f"{name} {_file_digest(root + os.sep + name)}\n" for name in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@functools.cache
+def _file_digest(path: str) -> str:
+    """Of one file: the proposals and the plan of a graph come of nearly the same ones."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def _sources_of(package: str) -> tuple[str, ...]:
@@ -215,5 +218,6 @@ def _sources_of(package: str) -> tuple[str, ...]:
     return tuple(sorted(files))
 
 
+@functools.cache
 def _root() -> str:
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -103,6 +103,12 @@ def test_names_are_not_in_the_key_and_facts_are(monkeypatch: pytest.MonkeyPatch)
     assert plan_records.load_plan(keys(), WARPS) == made_up()
 
 
+def forget_sources() -> None:
+    """As a process that has not looked at them."""
+    plan_records.sources_digest.cache_clear()
+    plan_records._file_digest.cache_clear()
+
+
 def _with_version(version: str) -> Any:
     import types
 
@@ -125,17 +131,17 @@ def test_an_edit_of_a_source_makes_a_record_stale(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(plan_records._root()) / name, tmp_path / name)
     monkeypatch.setattr(plan_records, "_root", lambda: str(tmp_path))
-    plan_records.sources_digest.cache_clear()
+    forget_sources()
     assert plan_records.load_plan(keys(), WARPS) == made_up()
     edited = tmp_path / "launch/prepared.py"
     content = edited.read_text()
     for change in (content + "# edited\n", None):
         edited.unlink() if change is None else edited.write_text(change)
-        plan_records.sources_digest.cache_clear()
+        forget_sources()
         assert plan_records.load_plan(keys(), WARPS) is None
     assert counters().record_misses == {"stale": 2}
     edited.write_text(content)
-    plan_records.sources_digest.cache_clear()
+    forget_sources()
     assert plan_records.load_plan(keys(), WARPS) == made_up()
 
 
