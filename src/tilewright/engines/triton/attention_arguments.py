@@ -21,6 +21,7 @@ from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
 from tilewright.launch.tensor_maps import map_decline_reason, tensor_map
 
+MAX_SWIZZLE_BYTES = 128
 _AXES = ("batch", "head", "row", "col")
 # Short names of the statistics in kernels.
 _SHORT = {"Stats": "stats", "score_max": "smax", "score_sum_exp": "ssum"}
@@ -70,7 +71,10 @@ class KernelArguments:
         """An operand that the copy engine moves in boxes of ``box`` elements."""
         extents = ", ".join(str(extent) for extent in box)
         self.types[name] = f"tensordesc<{TRITON_TYPES[tensor.data_type]}[{extents}]>"
-        self.values[name] = tensor_map(tensor, self.slots[tensor.uid], box)
+        # The compiler swizzles as many bytes as a row of the box has, up to 128.
+        row_bytes = box[-1] * tensor.data_type.bits // 8
+        swizzle_bytes = min(row_bytes, MAX_SWIZZLE_BYTES)
+        self.values[name] = tensor_map(tensor, self.slots[tensor.uid], box, swizzle_bytes)
 
     def extent(self, name: str, value: int) -> None:
         """A count, int32, never part of the code."""

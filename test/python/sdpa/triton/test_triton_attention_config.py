@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import tilewright as tw
+from tilewright.engines.triton.attention_arguments import KernelArguments
 from tilewright.engines.triton.attention_config import (
     MAX_PROGRAMS_A_MULTIPROCESSOR,
     PROGRAMS_A_MULTIPROCESSOR,
@@ -14,8 +15,10 @@ from tilewright.engines.triton.attention_config import (
     choose_decode_config,
     pieces,
     ranked_configs,
+    whole,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
+from tilewright.launch.tensor_maps import TensorMap
 
 pytestmark = pytest.mark.L0
 
@@ -74,6 +77,18 @@ def test_only_the_parts_of_sm90_get_tensor_maps() -> None:
     spec = spec_of()
     found = {name: choose_config(spec, count).has_maps for name, (count, _) in DEVICES.items()}
     assert found == {"a100": False, "h200": True, "b200": False, "rtx pro 6000": False}
+
+
+@pytest.mark.parametrize(("depth", "swizzle"), [(8, 32), (16, 32), (32, 64), (40, 128), (256, 128)])
+def test_a_map_swizzles_as_many_bytes_as_the_kernel_does(depth: int, swizzle: int) -> None:
+    # As the compiler lays out shared memory: a row's bytes, 128 at most.
+    spec = spec_of(depth=depth)
+    arguments = KernelArguments({spec.ports["k"].uid: 1})
+    box = (1, 1, 64, whole(depth))
+    arguments.tensor_map("k_map", spec.ports["k"], box)
+    made = arguments.values["k_map"]
+    assert isinstance(made, TensorMap)
+    assert made.swizzle_bytes == swizzle and made.box[-1] * 2 == swizzle
 
 
 def decode_splits(sm_count: int, **facts: Any) -> int:

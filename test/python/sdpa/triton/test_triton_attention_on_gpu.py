@@ -269,6 +269,23 @@ def test_a_page_far_away_is_found(large_storage: Callable[..., torch.Tensor]) ->
     check(near)
 
 
+@pytest.mark.parametrize("depth", [16, 24, 32, 64, 72, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_attention_of_each_head_size(depth: int, causal: bool) -> None:
+    # Keys and values come by tensor maps, whose swizzle is as wide as a row is.
+    pack = {name: normal(2, 4, 384, depth, seed=ord(name)) for name in "qkv"}
+    pack["o"] = torch.full_like(pack["q"], torch.nan)
+    graph = build(pack, use_causal_mask=causal)
+    graph.execute(pack, workspace_of(graph))
+    q, k, v = (pack[name].double() for name in "qkv")
+    scores = q @ k.transpose(2, 3) * depth**-0.5
+    if causal:
+        hidden = torch.ones(384, 384, dtype=torch.bool, device="cuda").triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    expected = scores.softmax(-1) @ v
+    assert (pack["o"].double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
 def test_engines_agree_on_stats() -> None:
     pack = {name: normal(2, 4, 200, 64, seed=ord(name)) for name in "qkv"}
     pack["o"] = torch.full_like(pack["q"], torch.nan)
