@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from attention_cases.backward import DeclaredBackward, backward_case
-from attention_cases.case import LARGE_EXTENTS, all_pairs, at_extents
 
 import tilewright as tw
 from tilewright import ops
-from tilewright.errors import NotSupportedError
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU")
 NAMES = ("q", "k", "v", "o", "dO", "stats")
@@ -216,30 +212,3 @@ def test_autograd_of_sdpa_takes_the_kernels(deterministic: bool) -> None:
     pack = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "dO": d_o}
     pack |= {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
     check(pack, causal=True)
-
-
-@pytest.mark.L2
-@pytest.mark.parametrize("number", range(180))
-def test_every_pair_of_features(number: int, record_property: Any) -> None:
-    """Each case is compiled once and runs at twelve extents; declines are counted by reason."""
-    cases = [backward_case(case) for seed in (10, 11, 12) for case in all_pairs(seed)]
-    if number >= len(cases):
-        pytest.skip("the draws have fewer cases")
-    ran = 0
-    for drawn in at_extents(cases[number], LARGE_EXTENTS, seed=number):
-        try:
-            DeclaredBackward(drawn, "cuda", is_deterministic=number % 2 == 0).run(execute)
-        except NotSupportedError as decline:
-            record_property("attention_pairs", re.sub(r"tensor '.*?'|\d+", "..", str(decline)))
-        else:
-            ran += 1
-    record_property("attention_pairs", ran)
-
-
-def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
-    graph.deselect_engines(["hopper"])
-    graph.build()
-    if graph.selected_engine != "triton":
-        verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
-        raise NotSupportedError(verdict.reason)
-    graph.execute(pack, workspace_of(graph))

@@ -1,31 +1,34 @@
-"""Every pair of attention's features on a GPU, each case at 36 extents, against the oracle.
+"""Every pair of attention's features on a GPU, forward and backward, against the oracle.
 
     python -m pytest -n 16 -m L2 test/python/sdpa/triton/test_triton_attention_pairs.py
 
-A case is one compiled kernel. What the engine declines is counted by reason and printed.
+A case is one compiled kernel, forward, or one of each kind, backward, and runs at 36 or 24 extents.
+What the engine declines is counted by reason and printed; test/gpu/pairs.py keeps a record of it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_cases.case import Case, all_pairs, of_one_kernel
+from attention_cases.backward import DeclaredBackward, backward_case
+from attention_cases.case import LARGE_EXTENTS, Case, all_pairs, at_extents, of_one_kernel, uneven
 from attention_cases.running import Declared
 
 from tilewright.errors import NotSupportedError
 
-pytestmark = [
-    pytest.mark.L2,
-    pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU")
 
 # About 84 cases: 3,000 calls, two of three cases with many queries, one with few.
 CASES = all_pairs(seed=0)
+# As many, and 2,000 calls.
+BACKWARD_CASES = [backward_case(case) for case in all_pairs(seed=10)]
+MORE_BACKWARD_CASES = [backward_case(case) for case in all_pairs(seed=11)]
 
 
 def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
@@ -35,21 +38,47 @@ def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
         verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
         raise NotSupportedError(verdict.reason)
     size = graph.get_workspace_size()
-    graph.execute(pack, torch.empty(max(size, 1), dtype=torch.uint8, device="cuda"))
+    workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device="cuda")
+    graph.execute(pack, workspace)
 
 
+def run(cases: Iterable[Declared], record_property: Any) -> None:
+    """Run them and hand in how many ran, and every reason why one did not."""
+    ran = 0
+    try:
+        for declared in cases:
+            try:
+                declared.run(execute)
+            except NotSupportedError as decline:
+                reason = re.sub(r"tensor '.*?'|\d+", "..", str(decline))
+                record_property("attention_pairs", reason)
+            else:
+                ran += 1
+    finally:
+        record_property("attention_pairs", ran)
+
+
+@pytest.mark.L2
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pair_of_features(number: int, record_property: Any) -> None:
     case: Case = CASES[number]
     if number % 8 == 0:
         case = replace(case, soft_cap="relu" if number % 16 else "index")
-    ran = 0
-    for drawn in of_one_kernel(case, number):
-        try:
-            Declared(drawn, "cuda").run(execute)
-        except NotSupportedError as decline:
-            reason = re.sub(r"tensor '.*?'|\d+", "..", str(decline))
-            record_property("attention_pairs", reason)
-        else:
-            ran += 1
-    record_property("attention_pairs", ran)
+    run((Declared(drawn, "cuda") for drawn in of_one_kernel(case, number)), record_property)
+
+
+@pytest.mark.L2
+@pytest.mark.parametrize("number", range(len(BACKWARD_CASES)))
+def test_every_pair_of_features_backward(number: int, record_property: Any) -> None:
+    drawn = uneven(BACKWARD_CASES[number], number)
+    cases = (DeclaredBackward(case, "cuda", is_deterministic=number % 2 == 0) for case in drawn)
+    run(cases, record_property)
+
+
+@pytest.mark.L3
+@pytest.mark.parametrize("number", range(len(MORE_BACKWARD_CASES)))
+def test_other_extents_backward(number: int, record_property: Any) -> None:
+    """Twelve extents, small ones and whole tiles among them, each compiled for itself."""
+    drawn = at_extents(MORE_BACKWARD_CASES[number], LARGE_EXTENTS, seed=number)
+    cases = (DeclaredBackward(case, "cuda", is_deterministic=number % 2 == 0) for case in drawn)
+    run(cases, record_property)

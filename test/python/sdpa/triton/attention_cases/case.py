@@ -76,6 +76,9 @@ MANY_ROWS = tuple(
     (rows, keys) for rows in (65, 100, 127, 128, 129, 190) for keys in (2, 63, 64, 65, 130, 333)
 )
 FEW_KEYS = (300, 321, 383, 384, 385, 450, 511, 512, 513, 640, 700, 999)
+# The same of the backward's kernels, whose code tells whole tiles from others.
+UNEVEN_ROWS = (65, 100, 127, 129, 190, 257)
+UNEVEN_KEYS = (65, 100, 130, 333)
 
 
 def legal(case: Case) -> Case:
@@ -142,3 +145,10 @@ def of_one_kernel(case: Case, number: int) -> Iterator[Case]:
         extents = tuple((rows, keys) for keys in FEW_KEYS for _ in range(3))
     for index, (rows, keys) in enumerate(extents):
         yield replace(case, rows=rows, keys=keys, batch=2, seed=100 * number + index)
+
+
+def uneven(case: Case, number: int) -> Iterator[Case]:
+    """24 cases of the same code of the backward's kernels; of every third, few rows."""
+    rows = UNEVEN_ROWS if number % 3 else ((1, 4, 7)[number // 3 % 3],) * len(UNEVEN_ROWS)
+    for index, (count, keys) in enumerate(itertools.product(rows, UNEVEN_KEYS)):
+        yield replace(case, rows=count, keys=keys, batch=2, seed=100 * number + index)

@@ -1,0 +1,128 @@
+"""Run every pair of attention's features on a GPU and write a record: how many cases, and declines.
+
+    PYTHONPATH=src python test/gpu/pairs.py --record test/gpu/records/DEVICE_pairs.json
+
+Needs a CUDA device, torch, triton, pytest and pytest-xdist. The tests are those of level L2 in
+test_triton_attention_pairs.py; each runs a few dozen cases against the float64 oracle. The record
+holds device, versions, command, and for each direction the cases that ran, those that an engine
+declined by reason, and the tests that failed; the exit status is 0 if none did and all were run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import record as gpu_record
+
+COMMAND = "PYTHONPATH=src python test/gpu/pairs.py --record RECORD.json"
+TESTS = "test/python/sdpa/triton/test_triton_attention_pairs.py"
+DIRECTIONS = {
+    "forward": "test_every_pair_of_features",
+    "backward": "test_every_pair_of_features_backward",
+}
+# Where the plugin below writes, and after when no test begins, in the environment.
+_LINES, _UNTIL = "PAIRS_LINES", "PAIRS_UNTIL"
+_PROPERTY = "attention_pairs"
+_SHARE_OF_ALL = 0.9
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """As a plugin: leave a test out when the time is over."""
+    import pytest
+
+    if time.time() > float(os.environ[_UNTIL]):
+        pytest.skip("the time is over")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """As a plugin: a line a test, written where the test's process is not."""
+    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+        return
+    line = {
+        "test": report.nodeid.rpartition("::")[2],
+        "outcome": report.outcome,
+        "seconds": report.duration,
+        "values": [value for name, value in report.user_properties if name == _PROPERTY],
+        "reason": "" if report.passed else str(report.longrepr)[-1500:],
+    }
+    with open(os.environ[_LINES], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def summed(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What became of the cases of one direction."""
+    values = [value for line in lines for value in line["values"]]
+    declined = collections.Counter(value for value in values if isinstance(value, str))
+    outcomes = collections.Counter(line["outcome"] for line in lines)
+    return {
+        "tests": dict(sorted(outcomes.items())),
+        "cases_run": sum(value for value in values if isinstance(value, int)),
+        "cases_declined": sum(declined.values()),
+        "declined_by_reason": dict(declined.most_common()),
+        "failed": {line["test"]: line["reason"] for line in lines if line["outcome"] == "failed"},
+    }
+
+
+def main() -> int:
+    """Run the tests and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--record", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--workers", type=int, default=16, metavar="N", help="test processes (16)")
+    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of all")
+    arguments = parser.parse_args()
+    places = [str(gpu_record.ROOT / "src"), str(Path(__file__).resolve().parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # Many processes whose references each use all cores take turns instead of work.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    os.environ[_UNTIL] = str(time.time() + arguments.limit * _SHARE_OF_ALL)
+    head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pairs", "-p", "no:cacheprovider"]
+    head += ["-q", "-n", str(arguments.workers), "-m", "L2", TESTS]
+    found: dict[str, Any] = {
+        "what": "every pair of attention's features on Triton, against the float64 oracle",
+        "command": COMMAND,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **gpu_record.machine(),
+        "pytest": shlex.join(["python", *head[1:]]),
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        path, log = Path(temporary) / "lines", Path(temporary) / "pytest.log"
+        path.touch()
+        os.environ[_LINES] = str(path)
+        began = time.monotonic()
+        status = gpu_record.ended(head, log, arguments.limit)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if status != 0:
+            print(log.read_text(errors="replace")[-6000:])
+    found |= {"exit_status": status, "seconds": round(time.monotonic() - began, 1)}
+    for direction, name in DIRECTIONS.items():
+        found[direction] = summed([ln for ln in lines if ln["test"].partition("[")[0] == name])
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for direction in DIRECTIONS:
+        told = found[direction]
+        print(
+            f"{direction}: {told['cases_run']} cases ran, {told['cases_declined']} declined, "
+            f"tests {told['tests']}"
+        )
+        for reason, count in told["declined_by_reason"].items():
+            print(f"  {count} declined: {reason}")
+        for test, reason in told["failed"].items():
+            print(f"  FAILED {test}: {reason[-300:]}")
+    is_whole = all("skipped" not in found[direction]["tests"] for direction in DIRECTIONS)
+    return 0 if status == 0 and is_whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
