@@ -22,6 +22,11 @@ def module() -> Any:
         return None
 
 
+def versions() -> str:
+    """The front end's version and that of cuDNN under it."""
+    return f"{module().__version__} on {module().backend_version()}"
+
+
 @functools.cache
 def handle() -> Any:
     """One handle on the current stream."""
@@ -116,3 +121,46 @@ def packed(
     return prepare(
         graph, dict(zip(keys, (q, k, v, o, offsets, lengths, lengths.clone()), strict=True))
     )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float) -> Call | None:
+    """RMSNorm over the last axis of x (rows, width) into y; the weight is (width,).
+
+    cuDNN normalizes axes behind a batch axis of four, so a row is a sample.
+    """
+    if module() is None:
+        return None
+    rows, width = x.shape
+    four = (rows, width, 1, 1)
+    graph = new_graph(x.dtype)
+    source = graph.tensor_like(x.view(four))
+    scale = graph.tensor_like(weight.view(1, width, 1, 1))
+    epsilon = torch.full((1, 1, 1, 1), eps)
+    small = graph.tensor_like(epsilon)
+    out, _ = graph.rmsnorm(
+        name="norm",
+        norm_forward_phase=module().norm_forward_phase.INFERENCE,
+        input=source,
+        scale=scale,
+        epsilon=small,
+    )
+    out.set_output(True)
+    buffers = {
+        source: x.view(four),
+        scale: weight.view(1, width, 1, 1),
+        small: epsilon,
+        out: y.view(four),
+    }
+    return prepare(graph, buffers)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Call | None:
+    """c = a * b, elements of two axes: the smallest graph of three operands."""
+    if module() is None:
+        return None
+    one = (1, *a.shape)
+    graph = new_graph(a.dtype)
+    first, second = graph.tensor_like(a.view(one)), graph.tensor_like(b.view(one))
+    out = graph.mul(name="product", a=first, b=second)
+    out.set_output(True)
+    return prepare(graph, {first: a.view(one), second: b.view(one), out: c.view(one)})

@@ -1,9 +1,10 @@
-"""Host time of a call with three operands, against a bare driver call and PyTorch's own.
+"""Host time of a call with three operands, against a bare driver call and other front ends.
 
     python benchmark/launch_gpu.py
 
 One run measures everything, medians of interleaved rounds; the operation is small, so the device
-is never behind. Writes benchmark/results/<device>/launch.csv.
+is never behind. cuDNN's own Python front end (nvidia-cudnn-frontend) is a peer where it can be
+imported; its rows are left empty where it cannot. Writes benchmark/results/<device>/launch.csv.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import cudnn_frontend
 import torch
 import torch.nn.functional as F
 from results import Table
@@ -74,6 +76,32 @@ def bare_launches(frame: Any) -> dict[str, Call]:
     }
 
 
+def cudnn_calls(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> dict[str, Call | str]:
+    """cuDNN's front end on the same operands: the call, or why there is none."""
+    makers: dict[str, Callable[[], Call | None]] = {
+        "cuDNN front end, rmsnorm": lambda: cudnn_frontend.rms_norm(x, weight, y, 1e-6),
+        "cuDNN front end, product": lambda: cudnn_frontend.product(x, y, torch.empty_like(x)),
+    }
+    made: dict[str, Call | str] = {}
+    for name, make in makers.items():
+        try:
+            call = make()
+            if call is not None:
+                call()
+        except Exception as error:
+            # A peer: whatever it raises is its answer here.
+            made[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            print(name, made[name], flush=True)
+        else:
+            made[name] = "not installed" if call is None else call
+    if callable(made["cuDNN front end, rmsnorm"]):
+        expected = F.rms_norm(x.double(), (WIDTH,), weight.double(), 1e-6)
+        error = (y.double() - expected).abs().max().item()
+        if not error <= 2**-7 * expected.abs().max().item():
+            made["cuDNN front end, rmsnorm"] = f"wrong by {error}"
+    return made
+
+
 def main() -> None:
     x, y = (torch.randn(32, WIDTH, device="cuda").bfloat16() for _ in range(2))
     weight = torch.ones(WIDTH, device="cuda").bfloat16()
@@ -95,12 +123,19 @@ def main() -> None:
         "ops.rms_norm": lambda: ops.rms_norm(x, weight),
         "torch rms_norm": lambda: F.rms_norm(x, (WIDTH,), weight),
     }
+    peers = cudnn_calls(x, weight, y)
+    calls |= {name: call for name, call in peers.items() if not isinstance(call, str)}
     times = host_us(calls)
     # The quicker one of the bare calls: the others are held to it.
     bare = min(value for name, value in times.items() if name.startswith("bare"))
     table = Table("launch", "python benchmark/launch_gpu.py")
     for name, value in times.items():
-        table.add(subject=name, host_us=f"{value:.2f}", ratio_to_bare=f"{value / bare:.2f}")
+        ratio = f"{value / bare:.2f}"
+        note = cudnn_frontend.versions() if name in peers else ""
+        table.add(subject=name, host_us=f"{value:.2f}", ratio_to_bare=ratio, note=note)
+    for name, call in peers.items():
+        if isinstance(call, str):
+            table.add(subject=name, host_us="", ratio_to_bare="", note=call)
     table.write()
 
 

@@ -26,7 +26,7 @@ def main(device: str) -> None:
         (axes[0], "launch.csv", "subject"),
         (axes[1], "launch_routes.csv", "route"),
     ):
-        rows = rows_of(folder / name)
+        rows = [row for row in rows_of(folder / name) if row["host_us"]]
         times = [float(row["host_us"]) for row in rows]
         bars = axis.barh([row[label] for row in rows], times, color="tab:blue")
         axis.bar_label(bars, [f"{value:.1f}" for value in times], padding=2)
