@@ -13,12 +13,17 @@ from torch.utils import _python_dispatch
 
 from tilewright.errors import BindingError
 
+# What the driver calls the default stream, beside 0. torch wraps neither: of 0 it makes a stream
+# of its pool, and of 1 an error. (2, the thread's own default stream, it takes as any other.)
+_DEFAULT_STREAMS = (0, 1)
+
 
 @contextlib.contextmanager
 def device_and_stream(device: torch.device, stream: int | None) -> Iterator[None]:
     """Make ``device`` and ``stream`` current; the caller's are restored on leaving.
 
-    A stream of None is the device's own current stream. On a CPU only None and 0 are streams.
+    A stream of None is the device's own current stream; 0 and 1 are its default stream. On a CPU
+    only None and 0 are streams.
 
     Raises:
         BindingError: for a stream on a CPU.
@@ -32,10 +37,15 @@ def device_and_stream(device: torch.device, stream: int | None) -> Iterator[None
         if stream is None:
             yield
             return
-        # torch leaves this constructor without types.
-        external = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(external):
+        with torch.cuda.stream(_torch_stream(device, stream)):
             yield
+
+
+def _torch_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+    if stream in _DEFAULT_STREAMS:
+        return torch.cuda.default_stream(device)
+    # torch leaves this constructor without types.
+    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

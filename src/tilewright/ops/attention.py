@@ -28,11 +28,13 @@ from tilewright.ops.attention_call import (
 )
 from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.custom import forbid_stream, is_traced
+from tilewright.ops.streams import on_its_stream
 
 Window = tuple[int | None, int | None]
 _INTEGERS = (torch.int32, torch.int64)
 
 
+@on_its_stream
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,6 +129,7 @@ def sdpa(
     )
 
 
+@on_its_stream
 def sdpa_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -212,6 +215,7 @@ def sdpa_varlen(
     )
 
 
+@on_its_stream
 def sdpa_paged(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -302,6 +306,7 @@ def sdpa_paged(
     )
 
 
+@on_its_stream
 def sdpa_decode(
     q: torch.Tensor,
     k: torch.Tensor,

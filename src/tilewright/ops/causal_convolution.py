@@ -27,10 +27,12 @@ from tilewright.ops.arguments import (
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
+from tilewright.ops.streams import on_its_stream
 
 _ACTIVATIONS = (None, "silu", "swish")
 
 
+@on_its_stream
 def conv1d_causal(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -97,6 +99,7 @@ def conv1d_causal(
     return (y, final.contiguous()) if return_final_state else y
 
 
+@on_its_stream
 def conv1d_causal_update(
     x: torch.Tensor,
     state: torch.Tensor,

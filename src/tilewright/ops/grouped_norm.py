@@ -31,6 +31,7 @@ from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
 from tilewright.ops.declaring import bind_output
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
+from tilewright.ops.streams import on_its_stream
 
 
 class _Options(NamedTuple):
@@ -38,6 +39,7 @@ class _Options(NamedTuple):
     eps: float
 
 
+@on_its_stream
 def group_norm(
     x: torch.Tensor,
     num_groups: int,

@@ -30,8 +30,10 @@ from tilewright.ops.custom import forbid_stream, in_layout_of, is_traced, nothin
 from tilewright.ops.declaring import declare_like
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
+from tilewright.ops.streams import on_its_stream
 
 
+@on_its_stream
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -65,6 +67,7 @@ def rms_norm(
     )
 
 
+@on_its_stream
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

@@ -29,6 +29,7 @@ from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
+from tilewright.ops.streams import on_its_stream
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -47,6 +48,7 @@ class _Epilogue(NamedTuple):
     glu: str | None
 
 
+@on_its_stream
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,

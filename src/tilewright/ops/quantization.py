@@ -31,6 +31,7 @@ from tilewright.ops.arguments import (
 )
 from tilewright.ops.custom import forbid_stream, is_traced, register
 from tilewright.ops.plan_cache import operands_key, run
+from tilewright.ops.streams import on_its_stream
 from tilewright.torch_dtypes import to_torch
 
 
@@ -69,6 +70,7 @@ class _Blocks(NamedTuple):
         return self.types.elements.bits == 4
 
 
+@on_its_stream
 def quantize(
     x: torch.Tensor,
     format: str,
@@ -117,6 +119,7 @@ def quantize(
     return _run_quantize(x, blocks, engine, stream)
 
 
+@on_its_stream
 def dequantize(
     elements: torch.Tensor,
     scales: torch.Tensor,

@@ -21,6 +21,7 @@ from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import require_device, require_float, require_shape, require_tensor
 from tilewright.ops.custom import forbid_stream, is_traced, register
 from tilewright.ops.plan_cache import operands_key, run
+from tilewright.ops.streams import on_its_stream
 
 
 class _Layout(NamedTuple):
@@ -31,6 +32,7 @@ class _Layout(NamedTuple):
     is_backward: bool
 
 
+@on_its_stream
 def rope(
     x: torch.Tensor,
     cos: torch.Tensor,
