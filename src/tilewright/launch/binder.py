@@ -59,7 +59,7 @@ class Binder:
         # Without views, a binding may hold the caller's tensors as they came: only addresses count.
         self._needs_views = needs_views
         self._accepted: set[Any] = set()
-        self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._orders: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[type, ...]]] = {}
         self._virtual_uids = dict(virtual_uids or {})
         # Uid or name -> slot number; a name that several slots bear is no key.
         self._positions: dict[Any, int] = {slot.uid: i for i, slot in enumerate(self.slots)}
@@ -150,7 +150,7 @@ class Binder:
                 if not key._graph._validated:
                     return None
                 key = key._uid
-            position = None if type(key) is bool else self._positions.get(key)
+            position = self._positions.get(key) if type(key) in (int, str) else None
             if position is None or order[position] >= 0:
                 return None
             order[position] = number
@@ -172,20 +172,22 @@ class Binder:
     def _by_position(self, pack: VariantPack) -> list[Any]:
         """The pack's buffers in slot order, None where it has none."""
         keys = tuple(pack)
-        picked = self._orders.get(keys)
-        if picked is not None:
+        kinds = tuple(map(type, keys))
+        known = self._orders.get(keys)
+        # A dict takes True and 1.0 for 1; only their types tell them apart.
+        if known is not None and known[1] == kinds:
             given = [*pack.values(), None]
-            return [given[i] for i in picked]
+            return [given[i] for i in known[0]]
         order = self.order_of(keys)
         if order is not None:
             if len(self._orders) < _MEMO:
-                self._orders[keys] = order
+                self._orders[keys] = order, kinds
             given = [*pack.values(), None]
             return [given[i] for i in order]
         buffers: list[Any] = [None] * len(self.slots)
         for key, buffer in pack.items():
             position = self._positions.get(key._uid if type(key) is Tensor else key)
-            if position is None or type(key) is bool:
+            if position is None or isinstance(key, bool | float):
                 self._check_other_key(key)
                 continue
             if buffers[position] is not None and buffers[position] is not buffer:

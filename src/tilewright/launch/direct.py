@@ -104,8 +104,12 @@ def _generate(
         "def call(pack, workspace, stream):",
         f" if type(pack) is not dict or len(pack) != {len(keys)}:",
         "  return False",
-        " try:",
     ]
+    if any(type(key) is int for key in keys):
+        # A dict takes True and 1.0 for 1; only their types tell them apart.
+        names["kinds"] = set(map(type, keys))
+        lines += [" if not kinds.issuperset(map(type, pack)):", "  return False"]
+    lines.append(" try:")
     for number in given:
         names[f"k{number}"] = keys[order[number]]
         lines.append(f"  b{number} = pack[k{number}]")

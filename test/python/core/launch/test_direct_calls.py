@@ -141,6 +141,28 @@ def test_what_is_plain_runs_the_short_way_and_nothing_else_does(
         assert launched.parameters[24:28] == struct.pack("<f", epsilon)
 
 
+@pytest.mark.parametrize("way", ["execute", "bind"])
+def test_a_key_that_only_equals_a_uid_is_refused(
+    way: str, fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    # True == 1.0 == 1, and a dict finds each under each.
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = operands()
+    tensors = [t for t in (*graph.inputs(), *graph.outputs()) if t.name in pack]
+    by_uid: dict[Any, Any] = {tensor.uid: pack[tensor.name] for tensor in tensors}
+    assert {0, 1} & set(by_uid)
+    call = getattr(built, way)
+    for _ in range(2):
+        call(by_uid)
+        for uid in by_uid:
+            for key in (float(uid), bool(uid)):
+                if key == uid:
+                    other = {key if known == uid else known: by_uid[known] for known in by_uid}
+                    with pytest.raises(tw.BindingError, match="expected a graph tensor, a uid"):
+                        call(other)
+
+
 def test_a_missing_operand_is_never_filled_in(
     fake_driver: Any, build: Any, make_kernel: Any
 ) -> None:
