@@ -1,0 +1,168 @@
+"""Functions on torch tensors run on Triton's kernels, both ways; interpreted without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright import ops
+from tilewright.engines.triton.engine import interpreting
+from tilewright.errors import NotSupportedError
+from tilewright.ops import plan_cache
+
+pytestmark = pytest.mark.L0
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+ROWS, KEYS, WIDTH, WIDTH_V, PAGE = 20, 37, 16, 24, 4
+LENGTHS = (13, 37)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    ops.clear_plan_cache()
+    if HAS_GPU:
+        yield
+    else:
+        with interpreting():
+            yield
+    ops.clear_plan_cache()
+
+
+def draw(*dim: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(dim, generator=generator).to(dtype).to(DEVICE)
+
+
+def integers(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def dense(engine: str, leaves: list[torch.Tensor]) -> Any:
+    q, k, v, bias, sink, gate = leaves
+    mask = torch.ones(ROWS, KEYS, dtype=torch.bool, device=DEVICE).tril(9)
+    options = {"bias": bias, "mask": mask, "sink": sink, "soft_cap": 2.0, "gate": gate}
+    return ops.sdpa(q, k, v, return_stats=True, engine=engine, **options)
+
+
+def dense_leaves() -> list[torch.Tensor]:
+    q, k = draw(2, 4, ROWS, WIDTH, seed=1), draw(2, 2, KEYS, WIDTH, seed=2)
+    v, bias = draw(2, 2, KEYS, WIDTH_V, seed=3), draw(1, 4, 1, KEYS, seed=4)
+    return [q, k, v, bias, draw(4, seed=5), draw(2, 4, ROWS, WIDTH_V, seed=6)]
+
+
+def packed(engine: str, leaves: list[torch.Tensor]) -> Any:
+    prefix = integers([0, 9, 9, 30], torch.int64)
+    options = {"causal": True, "align": "bottom_right", "return_stats": True}
+    return ops.sdpa_varlen(*leaves, prefix, prefix, 21, 21, engine=engine, **options)
+
+
+def packed_leaves() -> list[torch.Tensor]:
+    # Rows 30 to 33 are of no sequence.
+    sizes = ((4, WIDTH), (2, WIDTH), (2, WIDTH_V))
+    return [draw(33, *size, seed=7 + n) for n, size in enumerate(sizes)]
+
+
+CALLS: dict[str, tuple[Callable[[str, list[torch.Tensor]], Any], Callable[[], Any]]] = {
+    "sdpa": (dense, dense_leaves),
+    "sdpa_varlen": (packed, packed_leaves),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_and_stats_come_from_the_kernels(name: str) -> None:
+    # A loss on O and Stats. engine= runs that engine or raises, which the next test shows.
+    call, make = CALLS[name]
+    found = {}
+    for engine in ("triton", "aten"):
+        leaves = [leaf.requires_grad_() for leaf in make()]
+        o, stats = call(engine, leaves)
+        seen = torch.where(torch.isneginf(stats), torch.zeros_like(stats), stats)
+        loss = (o * o).sum() + (0.3 * seen).sum()
+        found[engine] = (o, stats, *torch.autograd.grad(loss, leaves))
+    for index, (got, want) in enumerate(zip(found["triton"], found["aten"], strict=True)):
+        finite = torch.isfinite(want)
+        assert torch.equal(torch.isfinite(got), finite), index
+        assert torch.allclose(got[finite], want[finite], rtol=1e-4, atol=2e-5), index
+    ran = [(graph.name, built.plan.engine_name) for graph, built in plan_cache._plans.values()]
+    assert sorted(ran) == [
+        (function, engine)
+        for function in ("sdpa", "sdpa_backward")
+        for engine in ("aten", "triton")
+    ]
+
+
+def decoded(engine: str, dtype: torch.dtype) -> torch.Tensor:
+    q, k = draw(2, 4, 3, WIDTH, seed=11, dtype=dtype), draw(2, 2, KEYS, WIDTH, seed=12, dtype=dtype)
+    v = draw(2, 2, KEYS, WIDTH_V, seed=13, dtype=dtype)
+    made = ops.sdpa_decode(q, k, v, integers(LENGTHS), window=(9, 0), engine=engine)
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+def paged(engine: str, dtype: torch.dtype) -> torch.Tensor:
+    # Tables of their own, pages of one row for the values, an entry that names no page.
+    q = draw(2, 4, 3, WIDTH, seed=14, dtype=dtype)
+    pages = draw(20, PAGE, 2, WIDTH, seed=15, dtype=dtype)
+    values = draw(80, 1, 2, WIDTH_V, seed=16, dtype=dtype)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(1)).view(2, 10)
+    value_table = torch.randperm(80, generator=torch.Generator().manual_seed(2)).view(2, 40)
+    table[0, 4:] = 2**30
+    made = ops.sdpa_paged(
+        q,
+        pages,
+        values,
+        table.int().to(DEVICE),
+        integers(LENGTHS),
+        v_page_table=value_table.to(DEVICE),
+        engine=engine,
+    )
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+@pytest.mark.parametrize("call", [decoded, paged])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_caches_are_read_by_the_kernels(call: Any, dtype: torch.dtype) -> None:
+    made, wanted = call("triton", dtype).double(), call("aten", dtype).double()
+    assert (made - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2**-7)
+
+
+def test_states_of_two_caches_merge() -> None:
+    q, k = draw(2, 4, 1, WIDTH, seed=21), draw(2, 2, KEYS, WIDTH, seed=22)
+    v = draw(2, 2, KEYS, WIDTH_V, seed=23)
+    options: dict[str, Any] = {"return_stats": True, "engine": "triton"}
+    # The second sequence has nothing in the first cache.
+    lengths = (integers([10, 0]), integers([KEYS - 10, KEYS]))
+    parts = (slice(0, 10), slice(10, KEYS)), (slice(0, 10), slice(0, KEYS))
+    halves = []
+    for cache in (0, 1):
+        keys, values = torch.zeros_like(k), torch.zeros_like(v)
+        for batch in (0, 1):
+            part = parts[batch][cache]
+            count = part.stop - part.start
+            keys[batch, :, :count], values[batch, :, :count] = k[batch, :, part], v[batch, :, part]
+        halves += ops.sdpa_decode(q, keys, values, lengths[cache], **options)
+    o, stats = ops.merge_states(*halves)
+    whole, level = ops.sdpa_decode(q, k, v, integers([KEYS, KEYS]), **options)
+    assert torch.allclose(o, whole, atol=1e-5) and torch.allclose(stats, level, atol=1e-5)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU the engine takes these calls")
+def test_an_engine_that_is_named_runs_or_raises() -> None:
+    # L13: outside of the interpreter it declines on a CPU, and nothing else is taken in its place.
+    from tilewright.engines.compiled import engine as compiled_engine
+
+    ops.clear_plan_cache()
+    token = compiled_engine._may_interpret.set(False)
+    try:
+        leaves = dense_leaves()
+        for call in (lambda: decoded("triton", torch.float32), lambda: dense("triton", leaves)):
+            with pytest.raises(NotSupportedError, match="'triton' has no plan"):
+                call()
+    finally:
+        compiled_engine._may_interpret.reset(token)
