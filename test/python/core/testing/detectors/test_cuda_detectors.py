@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from tilewright.testing.detectors import Outcome
 pytestmark = pytest.mark.L0
 Given = dict[str, torch.Tensor]
 Out = torch.Tensor | None
+# About a fifth of a second.
+_MIDST_CYCLES = 400_000_000
 
 
 def adds(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Tensor:
@@ -33,10 +37,24 @@ def test_right_code_holds(cuda_operands: Given) -> None:
         assert verdict.outcome is Outcome.HELD, verdict
 
 
-def test_a_busy_device_is_no_reason_to_accuse_frames(cuda_operands: Given) -> None:
-    # Everything that the caller queued is late; reading a result alone is, too.
-    torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
-    verdict = detectors.frame_independence(adds, cuda_operands)
+def test_a_late_read_of_a_result_alone_is_no_reason_to_accuse_frames(cuda_operands: Given) -> None:
+    # Results are kept in the call's own buffers, and hold NaN while its stream is busy. The caller's
+    # stream, which reads them, is busy until the buffer's next call is in the midst of that.
+    caller = torch.cuda.current_stream()
+    kept: dict[int, torch.Tensor] = {}
+    calls: collections.Counter[int] = collections.Counter()
+
+    def adds_slowly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = kept.setdefault(a.data_ptr(), torch.empty_like(a))
+        calls[a.data_ptr()] += 1
+        if calls[a.data_ptr()] <= 2:
+            out.fill_(torch.nan)
+            torch.cuda._sleep(_MIDST_CYCLES)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(caller):
+                torch.cuda._sleep(_MIDST_CYCLES * 3 // 2)  # type: ignore[no-untyped-call]
+        return torch.add(a, b, out=out)
+
+    verdict = detectors.frame_independence(adds_slowly, cuda_operands)
     assert verdict.outcome is Outcome.HELD, verdict
 
 
