@@ -38,7 +38,7 @@ def test_right_code_holds(cuda_operands: Given) -> None:
 
 
 def test_a_late_read_of_a_result_alone_is_no_reason_to_accuse_frames(cuda_operands: Given) -> None:
-    # Results are kept in the call's own buffers, and hold NaN while its stream is busy. The caller's
+    # Results are kept in the call's buffers, and hold NaN while its stream is busy. The caller's
     # stream, which reads them, is busy until the buffer's next call is in the midst of that.
     caller = torch.cuda.current_stream()
     kept: dict[int, torch.Tensor] = {}
