@@ -362,41 +362,6 @@ def sdpa_decode(
     )
 
 
-def merge_states(
-    o1: torch.Tensor, stats1: torch.Tensor, o2: torch.Tensor, stats2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key sets, from the states over each.
-
-    ``o1`` and ``o2`` are (..., D), ``stats1`` and ``stats2`` (...) natural log-sum-exps. Returns
-    (O, Stats) of the same shapes: Stats = log(exp(stats1) + exp(stats2)), and O the mean of o1 and
-    o2 weighted by exp(stats - Stats). An empty state (-inf) weighs nothing; two give 0 and -inf.
-    Differentiable. Source: FlashAttention (Dao et al. 2022), section 3.1.
-
-    Raises:
-        BindingError: naming the argument, what came and what is accepted.
-    """
-    require_float("o1", require_tensor("o1", o1))
-    require_shape("o2", require_tensor("o2", o2), o1.shape, "o1's shape")
-    for name, stats in (("stats1", stats1), ("stats2", stats2)):
-        require_shape(name, require_tensor(name, stats), o1.shape[:-1], "o1's shape less D")
-    compute = torch.float64 if o1.dtype is torch.float64 else torch.float32
-    first, second = stats1.to(compute), stats2.to(compute)
-    # Two empty states have no slope: logaddexp's would be NaN.
-    is_empty = torch.isneginf(first) & torch.isneginf(second)
-    stats = torch.logaddexp(first, second.masked_fill(is_empty, 0)).masked_fill(
-        is_empty, -torch.inf
-    )
-    # -inf - -inf is NaN; against 0 an empty pair weighs exp(-inf) = 0.
-    level = stats.masked_fill(is_empty, 0)
-    weights = [torch.exp(part - level).unsqueeze(-1) for part in (first, second)]
-    # Weight 0 times a NaN of an empty state would be NaN.
-    parts = [
-        torch.where(weight == 0, torch.zeros((), dtype=compute, device=o.device), weight * o)
-        for weight, o in zip(weights, (o1.to(compute), o2.to(compute)), strict=True)
-    ]
-    return (parts[0] + parts[1]).to(o1.dtype), stats
-
-
 def _call(
     q: torch.Tensor,
     k: torch.Tensor,

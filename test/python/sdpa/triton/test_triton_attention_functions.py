@@ -13,6 +13,7 @@ from tilewright import ops
 from tilewright.engines.triton.engine import interpreting
 from tilewright.errors import NotSupportedError
 from tilewright.ops import plan_cache
+from tilewright.oracle.attention import merge_states as merge_oracle
 
 pytestmark = pytest.mark.L0
 
@@ -132,24 +133,58 @@ def test_caches_are_read_by_the_kernels(call: Any, dtype: torch.dtype) -> None:
     assert (made - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2**-7)
 
 
-def test_states_of_two_caches_merge() -> None:
+def halves_of(lengths: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """States over two caches of ten keys and more, and over all; a length of 0 is no key."""
     q, k = draw(2, 4, 1, WIDTH, seed=21), draw(2, 2, KEYS, WIDTH, seed=22)
     v = draw(2, 2, KEYS, WIDTH_V, seed=23)
     options: dict[str, Any] = {"return_stats": True, "engine": "triton"}
-    # The second sequence has nothing in the first cache.
-    lengths = (integers([10, 0]), integers([KEYS - 10, KEYS]))
-    parts = (slice(0, 10), slice(10, KEYS)), (slice(0, 10), slice(0, KEYS))
-    halves = []
-    for cache in (0, 1):
+    made = []
+    for is_first in (True, False):
         keys, values = torch.zeros_like(k), torch.zeros_like(v)
-        for batch in (0, 1):
-            part = parts[batch][cache]
-            count = part.stop - part.start
+        counts = [length if is_first else KEYS - length for length in lengths]
+        for batch, count in enumerate(counts):
+            part = slice(0, count) if is_first else slice(KEYS - count, KEYS)
             keys[batch, :, :count], values[batch, :, :count] = k[batch, :, part], v[batch, :, part]
-        halves += ops.sdpa_decode(q, keys, values, lengths[cache], **options)
-    o, stats = ops.merge_states(*halves)
-    whole, level = ops.sdpa_decode(q, k, v, integers([KEYS, KEYS]), **options)
+        made += ops.sdpa_decode(q, keys, values, integers(counts), **options)
+    return made, list(ops.sdpa_decode(q, k, v, integers([KEYS, KEYS]), **options))
+
+
+@pytest.mark.parametrize("engine", ["triton", None])
+def test_states_of_two_caches_merge(engine: str | None) -> None:
+    # The second sequence has nothing in the first cache, and what it left there is NaN.
+    states, (whole, level) = halves_of((10, 0))
+    states[0][1] = torch.nan
+    o, stats = ops.merge_states(*states, engine=engine)
     assert torch.allclose(o, whole, atol=1e-5) and torch.allclose(stats, level, atol=1e-5)
+    assert torch.equal(o[1], states[2][1]) and torch.equal(stats[1], states[3][1])
+    empty = [torch.full_like(states[0], torch.nan), torch.full_like(states[1], -torch.inf)]
+    o, stats = ops.merge_states(*empty, *empty, engine=engine)
+    assert not o.any() and torch.isneginf(stats).all()
+    if engine:
+        (built,) = (b for g, b in plan_cache._plans.values() if g.name == "merge_states")
+        assert built.plan.engine_name == engine and built.workspace_bytes == 0
+
+
+def test_states_in_16_bits_and_other_layouts_merge() -> None:
+    generator = torch.Generator().manual_seed(3)
+    o = [torch.randn(3, 5, 2, 16, generator=generator).bfloat16().to(DEVICE) for _ in range(2)]
+    stats = [torch.randn(3, 2, 5, generator=generator).to(DEVICE) * 9 for _ in range(2)]
+    first, second = (x.transpose(1, 2) for x in o)
+    got = ops.merge_states(first, stats[0], second, stats[1], engine="triton")
+    states = [t.cpu().double() for t in (first, stats[0], second, stats[1])]
+    want = merge_oracle(*states)
+    assert got[0].dtype is torch.bfloat16 and got[1].dtype is torch.float32
+    assert (got[0].cpu().double() - want[0]).abs().max() <= 2**-8 * want[0].abs().max()
+    assert (got[1].cpu().double() - want[1]).abs().max() <= 1e-5
+
+
+def test_no_engine_has_the_backward_of_a_merge() -> None:
+    states, _ = halves_of((10, 5))
+    states[0].requires_grad_()
+    with pytest.raises(NotSupportedError, match="merge_states: an operand requires grad"):
+        ops.merge_states(*states, engine="triton")
+    o, stats = ops.merge_states(*states)
+    assert torch.autograd.grad(o.sum() + stats.sum(), states[0])[0].isfinite().all()
 
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the engine takes these calls")
