@@ -92,7 +92,32 @@ def run(
         BindingError: if an operand does not fit.
     """
     built = _plan(operation, key, declare, device, engine)
-    pack = {**inputs, **outputs}
+    _run_built(operation, built, {**inputs, **outputs}, device, stream, fill)
+    return built.plan.name
+
+
+def run_again(operation: str, key: Hashable, pack: Operands, device: torch.device) -> bool:
+    """As ``run`` with an earlier call's key, if its plan is kept; False if it is not.
+
+    For callers that know by other means that the operands are what that call's were.
+    """
+    with _lock:
+        kept = _plans.get((operation, key, None, device))
+        if kept is None:
+            return False
+        _plans.move_to_end((operation, key, None, device))
+    _run_built(operation, kept[1], pack, device, None, None)
+    return True
+
+
+def _run_built(
+    operation: str,
+    built: BuiltPlan,
+    pack: Operands,
+    device: torch.device,
+    stream: Any,
+    fill: Callable[[], Any] | None,
+) -> None:
     try:
         if stream is None:
             _execute(built, pack, fill)
@@ -107,7 +132,6 @@ def run(
             f"{operation}: called inside a torch.func transform (vmap, jvp, functionalize, ...), "
             "which has no rule for it; call it outside, or with a batch axis"
         ) from error
-    return built.plan.name
 
 
 def _execute(built: BuiltPlan, pack: Operands, fill: Callable[[], Any] | None) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import tilewright as tw
 from tilewright import ops
+from tilewright.ops import normalization
 from tilewright.ops.plan_cache import plan_count
 
 pytestmark = pytest.mark.L0
@@ -213,3 +214,56 @@ def test_a_child_forked_while_the_cache_is_locked_runs() -> None:
         raise SystemExit(os.waitpid(child, 0)[1])
     """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("function", [ops.rms_norm, ops.layer_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_call_like_an_earlier_one_is_not_checked_again(
+    function: Callable[..., Any], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tw.ops.clear_plan_cache()
+    generator = torch.Generator().manual_seed(5)
+    x, other = (torch.randn(3, 5, 37, generator=generator) for _ in range(2))
+    weight, bias = (torch.randn(37, generator=generator) for _ in range(2))
+    given = (weight, bias) if has_bias else (weight,)
+    expected = [function(t, *given, engine="aten") for t in (x, other)]
+    assert torch.equal(function(x, *given), expected[0])
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        raise LookupError("the long way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(normalization, "_forward", forward)
+        assert torch.equal(function(other, *given), expected[1])
+        learned = torch.nn.Parameter(weight.clone())
+        with torch.no_grad():
+            assert torch.equal(function(other, learned, *given[1:]), expected[1])
+        special: list[Callable[[], Any]] = [
+            lambda: function(other, *given, eps=3e-5),
+            lambda: function(other.double(), *given),
+            lambda: function(other.transpose(0, 1), *given),
+            lambda: function(other[..., ::2].contiguous(), *(t[::2].contiguous() for t in given)),
+            lambda: function(other[0], *given),
+            lambda: function(other, weight.double(), *given[1:]),
+            lambda: function(other, *given, residual=other),
+            lambda: function(other, *given, out=torch.empty_like(other)),
+            lambda: function(other, *given, engine="aten"),
+            lambda: function(other, learned, *given[1:]),
+        ]
+        if has_bias:
+            special.append(lambda: function(other, weight, bias.half()))
+            special.append(lambda: function(other, weight))
+        else:
+            special.append(lambda: function(other, weight, bias))
+        if function is ops.rms_norm:
+            special.append(lambda: function(other, *given, offset=1.0))
+        for call in special:
+            with pytest.raises(LookupError):
+                call()
+        for wrong in (True, 0, "1"):
+            with pytest.raises((tw.BindingError, LookupError)):
+                function(other, *given, eps=wrong)
+        tw.ops.clear_plan_cache()
+        with pytest.raises(LookupError):
+            function(other, *given)
+    assert torch.equal(function(other, *given), expected[1])
