@@ -13,8 +13,8 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import pointwise_layout
-from tilewright.engines.triton.engine import interpreting
-from tilewright.launch.workspace import ALIGNMENT_BYTES
+from tilewright.engines.triton.engine import ENGINE, interpreting
+from tilewright.launch.workspace import ALIGNMENT_BYTES, plan_workspace
 from tilewright.torch_dtypes import to_torch
 
 pytestmark = pytest.mark.L0
@@ -188,3 +188,20 @@ def test_a_byte_less_is_refused_before_a_write(
             run({**pack, **results}, short)
     assert torch.all(short == TRIPWIRE)
     assert all(torch.all(result.float() == 7.0) for result in results.values())
+
+
+@pytest.mark.parametrize("declare", SAMPLES, ids=lambda sample: sample.__name__)
+@pytest.mark.parametrize("sm_count", [4, 132])
+def test_the_plan_behind_needs_no_more(declare: Sample, sm_count: int) -> None:
+    # A call whose addresses are less aligned than a plan assumes runs the one behind it, on the
+    # workspace that was stated for the first.
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    declare(graph)
+    graph.validate()
+    family = ENGINE.family(graph)
+    for proposal in family.propose(graph, sm_count):
+        plan = family.plan(graph, proposal.knobs, sm_count)
+        stated = plan_workspace(list(plan.scratch)).size_bytes
+        while plan.fallback is not None:
+            plan = plan.fallback
+            assert plan_workspace(list(plan.scratch)).size_bytes <= stated
