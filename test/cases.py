@@ -29,6 +29,7 @@ ATTENTION = f"{P}/sdpa/triton/test_triton_attention.py"
 ATTENTION_PAIRS = f"{P}/sdpa/triton/test_triton_attention_pairs.py"
 HOPPER = f"{P}/sdpa/hopper/test_hopper_attention"
 HOPPER_SEQUENCES = f"{P}/sdpa/hopper/test_hopper_sequences_on_gpu.py"
+RAGGED = f"{P}/sdpa/triton/test_triton_ragged_on_gpu.py"
 MAPS = f"{P}/core/launch/test_tensor_maps.py"
 ATTENTION_BACKWARD = f"{P}/sdpa/triton/test_triton_attention_backward"
 ATTENTION_ON_GPU = f"{P}/sdpa/triton/test_triton_attention_on_gpu.py"
@@ -245,6 +246,8 @@ CASES: tuple[Case, ...] = (
             f"{ROPE}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
             f"{CHAINS}.py::test_strides_beyond_32_bits",
             f"{CHAINS}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
+            f"{RAGGED}::test_sequences_that_start_beyond_32_bits",
+            f"{P}/sdpa/triton/test_triton_attention_metadata.py::test_steps_beyond_32_bits",
         ),
     ),
     Case(
@@ -281,6 +284,7 @@ CASES: tuple[Case, ...] = (
             f"{SDPA}::test_paged_keys_equal_dense_ones",
             f"{ATTENTION}::test_a_sample_of_all_pairs",
             f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
+            f"{P}/sdpa/triton/test_triton_attention_functions.py::test_caches_are_read_by_the_kernels",
         ),
     ),
     Case(
@@ -292,6 +296,11 @@ CASES: tuple[Case, ...] = (
             f"{BINDER}::test_an_output_may_not_overlap_another_operand",
             f"{BINDER}::test_interleaved_views_of_one_buffer_do_not_overlap",
         ),
+    ),
+    Case(
+        "B7",
+        "scalar results over operands are found before any copy",
+        (f"{P}/core/launch/test_aliases_of_scalars.py",),
     ),
     Case(
         "B8",
@@ -323,6 +332,17 @@ CASES: tuple[Case, ...] = (
         (
             f"{DIRECT}::test_work_goes_to_the_operands_device_and_its_stream",
             f"{DIRECT}::test_the_short_way_leaves_another_current_device_to_the_binder",
+            f"{P}/core/launch/test_two_devices.py",
+            f"{P}/core/launch/test_streams.py",
+        ),
+    ),
+    Case(
+        "B14",
+        "a function's workspace is its plan's, on the stream of the work",
+        (
+            f"{P}/core/launch/test_streams_on_gpu.py::test_the_whole_of_a_function_is_on_its_stream",
+            f"{P}/core/launch/test_workspace_tripwire.py",
+            f"{P}/core/ops/test_workspaces.py",
         ),
     ),
     Case(
@@ -352,7 +372,10 @@ CASES: tuple[Case, ...] = (
     Case(
         "B17",
         "shapes change within a plan's bounds with the compiler forbidden",
-        (f"{FAMILIES}::test_another_number_of_rows_needs_no_compiler",),
+        (
+            f"{FAMILIES}::test_another_number_of_rows_needs_no_compiler",
+            f"{P}/sdpa/triton/test_triton_attention_keys.py",
+        ),
     ),
     Case(
         "B18",
@@ -362,6 +385,15 @@ CASES: tuple[Case, ...] = (
             f"{ATTENTION}::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
             f"{ROPE}.py::test_every_kernel_compiles_for_four_targets_without_approximations",
             f"{CHAINS}.py::test_generated_kernels_compile_for_four_targets",
+        ),
+    ),
+    Case(
+        "B19",
+        "holes of packed results are zero from functions, untouched from graphs",
+        (
+            f"{SDPA}::test_origins_and_holes_of_packed_sequences",
+            f"{RAGGED}::test_holes_of_the_capacity_are_zero_and_nothing_waits",
+            f"{ATTENTION}::test_a_sample_of_all_pairs",
         ),
     ),
     Case(
@@ -375,6 +407,14 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     Case(
+        "B21",
+        "lengths, sums, starts, tables and sinks of any step and type",
+        (
+            f"{P}/sdpa/triton/test_triton_attention_metadata.py",
+            f"{SDPA}::test_lengths_and_sinks_may_be_views",
+        ),
+    ),
+    Case(
         "B22",
         "the host never waits",
         (
@@ -382,6 +422,7 @@ CASES: tuple[Case, ...] = (
             f"{ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
             f"{ATTENTION_ON_GPU}::test_neither_bind_nor_launch_waits_or_allocates",
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_neither_bind_nor_launch_waits_or_allocates",
+            f"{RAGGED}::test_holes_of_the_capacity_are_zero_and_nothing_waits",
         ),
     ),
     Case(
@@ -410,6 +451,21 @@ CASES: tuple[Case, ...] = (
             f"{P}/core/artifact/test_artifact_processes.py",
             f"{RECORDS}::test_a_damaged_record_is_a_miss",
         ),
+    ),
+    Case(
+        "A4",
+        "another target is compiled for by name; what cannot run here is absent",
+        (
+            f"{P}/core/artifact/test_artifact_compile.py::test_what_compile_refuses",
+            f"{P}/core/artifact/test_artifact_compile.py::test_levels_and_what_makes_a_miss",
+            f"{DEVICES}::test_a_graph_on_a_future_device_is_planned_without_compiled_kernels",
+            f"{DEVICES}::test_a_compiler_without_the_target_declines",
+        ),
+    ),
+    Case(
+        "A5",
+        "a helper in a module of its own is part of the source's identity",
+        (f"{P}/core/artifact/test_artifact_compile.py::test_levels_and_what_makes_a_miss",),
     ),
     Case(
         "O1",
@@ -447,6 +503,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/torch/test_sdpa_decode_function.py",
             f"{SDPA}::test_merging_states",
             f"{ATTENTION}::test_split_keys",
+            f"{P}/sdpa/triton/test_triton_attention_functions.py",
         ),
     ),
     Case(
