@@ -477,6 +477,7 @@ CASES: tuple[Case, ...] = (
             ATTENTION,
             ATTENTION_PAIRS,
             f"{P}/sdpa/aten/test_attention_finite_differences.py",
+            f"{P}/sdpa/torch/test_sdpa_finite_differences.py",
             f"{HOPPER}_on_gpu.py::test_every_band_at_every_extent",
             f"{HOPPER}_on_gpu.py::test_head_sizes_between_the_kernels",
             f"{HOPPER}_on_gpu.py::test_sinks_join_the_denominator",
