@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from tilewright.engines.compiled.resolved import Codes, ResolvedPlan
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.records import record
+
+if TYPE_CHECKING:
+    from tilewright.engines.compiled.planned import KernelPlan
 
 # Kinds that a family takes along with its own operation; alone they are a chain of their own.
 CHAIN_KINDS = frozenset({"pointwise", "reduction", "reshape", "transpose", "slice"})
@@ -103,7 +106,7 @@ class CompiledEngine:
         if device.type == "cpu":
             from tilewright.engines.compiled.interpreted import InterpretedExecutable
 
-            return InterpretedExecutable(self._plan(name, graph, knobs, device), device)
+            return InterpretedExecutable(self.plan(graph, knobs, _sm_count(device)), device)
         from tilewright.engines.compiled import executable
 
         keys = self._record_keys(graph, name, device)
@@ -113,7 +116,7 @@ class CompiledEngine:
 
         def resolved() -> tuple[ResolvedPlan, Codes]:
             target = torch.cuda.get_device_capability(device)
-            return executable.resolve(self._plan(name, graph, knobs, device), target)
+            return executable.resolve(self.plan(graph, knobs, _sm_count(device)), target)
 
         codes = None
         if known is not None:
@@ -168,8 +171,11 @@ class CompiledEngine:
         proposals: list[Proposal] = self._module(name).propose(graph, _sm_count(device))
         return proposals
 
-    def _plan(self, name: str, graph: DeclaredGraph, knobs: Knobs, device: torch.device) -> Any:
-        return self._module(name).plan(graph, knobs, _sm_count(device))
+    def plan(self, graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
+        """What one proposal of the graph's family launches."""
+        from tilewright.engines.compiled.planned import without_unreached
+
+        return without_unreached(self.family(graph).plan(graph, knobs, sm_count), graph)
 
     def _record_keys(
         self, graph: DeclaredGraph, name: str, device: torch.device

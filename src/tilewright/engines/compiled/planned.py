@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
@@ -47,6 +48,17 @@ class KernelPlan:
     scratch: tuple[tuple[str, int], ...] = ()
     needs_aligned: tuple[int, ...] = ()
     fallback: KernelPlan | None = None
+
+
+def without_unreached(plan: KernelPlan, graph: DeclaredGraph) -> KernelPlan:
+    """``plan`` with nothing behind it, if the declaration promises the alignment that it needs."""
+    if plan.fallback is None:
+        return plan
+    bound = [*graph.inputs(), *graph.outputs()]
+    promised = [bound[slot].alignment_value for slot in plan.needs_aligned]
+    if any(value == 0 or value % POINTER_ALIGNMENT_BYTES for value in promised):
+        return plan
+    return replace(plan, needs_aligned=(), fallback=None)
 
 
 def slot_numbers(graph: DeclaredGraph) -> Mapping[int, int]:

@@ -42,7 +42,7 @@ def compile_ahead(
     family = ENGINE.family(graph)
     proposals = family.propose(graph, sm_count)
     knobs = proposals[0].knobs
-    plan: KernelPlan = family.plan(graph, knobs, sm_count)
+    plan = ENGINE.plan(graph, knobs, sm_count)
     made = []
     for kernel in _kernels(plan):
         digest, code = kernel_code(kernel.spec, compute_capability)

@@ -12,7 +12,7 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import normalization_backward
-from tilewright.engines.triton.engine import interpreting
+from tilewright.engines.triton.engine import ENGINE, interpreting
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -135,6 +135,24 @@ def test_a_misaligned_operand_takes_the_general_kernel() -> None:
         y = torch.empty(2, 64, device=DEVICE)
         graph.execute({"x": x, "scale": w, "y": y})
         assert torch.allclose(y.double().cpu(), expected("rmsnorm", x, w, None)[0], atol=1e-5)
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("alignment", [0, 8, 16, 32])
+def test_a_plan_stands_behind_unless_the_declaration_promises_its_alignment(alignment: int) -> None:
+    for lacks in ("nothing", "x", "y"):
+        graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+        values = {name: 0 if name == lacks else alignment for name in ("x", "scale", "y")}
+        x = graph.tensor((4, 64), alignment_value=values["x"])
+        scale = graph.tensor((1, 64), alignment_value=values["scale"])
+        epsilon = graph.tensor_scalar(1e-6)
+        y, _ = graph.rmsnorm(PHASES.INFERENCE, x, scale, None, epsilon)
+        y.set_output(True).alignment_value = values["y"]
+        graph.validate()
+        plan = ENGINE.plan(graph, (), 132)
+        is_promised = lacks == "nothing" and alignment >= 16
+        assert (plan.fallback is None) == is_promised and bool(plan.needs_aligned) != is_promised
+        assert plan.kernels[0].spec.aligned
 
 
 @pytest.mark.L0
