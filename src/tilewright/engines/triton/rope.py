@@ -7,8 +7,8 @@ With h = R / 2 and angles a, for i < h (Su and others 2021):
 
 The adjoint is the transposed rotation. Elements from R on are output_scale x.
 
-A program makes the table of TOKENS positions once, in registers, and walks HEADS heads at a time
-along it. Angles are rounded to float32; their sines and cosines are taken in float64 and rounded,
+A program makes the table of TOKENS positions once, in registers, and walks HEADS lines at a time
+along it: the heads of one batch, or of all batches where those have the same angles. Angles are rounded to float32; their sines and cosines are taken in float64 and rounded,
 so a table entry is the float32 number nearest to the true one, for every angle. Each product and
 sum is rounded by itself: results equal the formula's in float32 to the last bit (float64 for
 float64 operands). A pair is read before it is written, by one thread: out may be the input.
@@ -47,8 +47,25 @@ from tilewright.launch.prepared import Argument, Constant
 MAX_HALF = 2048
 _WARP_THREADS = 32
 _WARPS = 8
-# Programs wanted on each multiprocessor before heads are not split any further.
+# Programs wanted on each multiprocessor before lines are not split any further.
 _PROGRAMS_A_MULTIPROCESSOR = 4
+# A thread's limit where there is code for a second table, so that as many programs run at once as
+# without: what is spilled then is spilled where the halves of the angles differ.
+_REGISTERS = 64
+# Elements of each half that a thread has in a step, up to which the limit leaves the rest alone.
+_FEW_ELEMENTS = 8
+_MAX_LINES = 2**31 - 1
+
+
+@triton.jit
+def _line(line, heads, batch_step, head_step, IS_SHARED: tl.constexpr):
+    """Element offsets of lines: heads of the program's batch, or heads of all batches."""
+    if IS_SHARED:
+        batch = line // heads
+        offset = batch.to(tl.int64) * batch_step + (line - batch * heads).to(tl.int64) * head_step
+    else:
+        offset = line.to(tl.int64) * head_step
+    return offset
 
 
 @triton.jit
@@ -64,19 +81,20 @@ def _rotate(
     scale,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     IS_ADJOINT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """All heads of a block of positions; ``low`` and ``high`` are those of the first step."""
+    """All lines of a block of positions; ``low`` and ``high`` are those of the first step."""
     low_cos, low_sin, high_cos, high_sin = tables
-    x_row, x_head, x_step, out_row, out_head, out_step = places
+    heads, x_row, x_batch, x_head, x_step, out_row, out_batch, out_head, out_step = places
     for first in range(start, last, HEADS):
-        head = first + steps
-        inside = (head < last) & in_table[None, :, :]
-        following = head + HEADS
+        line = first + steps
+        inside = (line < last) & in_table[None, :, :]
+        following = line + HEADS
         is_there = (following < last) & in_table[None, :, :]
-        at = x_row + following * x_head
+        at = x_row + _line(following, heads, x_batch, x_head, IS_SHARED)
         next_low = tl.load(at, mask=is_there, other=0.0)
         next_high = tl.load(at + HALF * x_step, mask=is_there, other=0.0)
         low, high = cast(low, COMPUTE), cast(high, COMPUTE)
@@ -88,7 +106,7 @@ def _rotate(
             high_result = product(high, high_cos) + product(low, high_sin)
         if HAS_SCALE:
             low_result, high_result = low_result * scale, high_result * scale
-        to = out_row + head * out_head
+        to = out_row + _line(line, heads, out_batch, out_head, IS_SHARED)
         tl.store(to, narrow(low_result, out_row.dtype.element_ty), mask=inside)
         to += HALF * out_step
         tl.store(to, narrow(high_result, out_row.dtype.element_ty), mask=inside)
@@ -102,6 +120,7 @@ def rotate_pairs(
     out,
     scale,
     heads,
+    lines,
     length,
     x_batch,
     x_head,
@@ -122,30 +141,32 @@ def rotate_pairs(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     IS_ADJOINT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     token_blocks = (length + TOKENS - 1) // TOKENS
     program = tl.program_id(0).to(tl.int64)
-    group = program % GROUPS
+    group = (program % GROUPS).to(tl.int32)
     block = program // GROUPS
     batch = block // token_blocks
     token = (block % token_blocks) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK).to(tl.int64)
     in_table = (token < length)[:, None] & (pair < HALF)[None, :]
-    group_heads = (heads + GROUPS - 1) // GROUPS
-    start = group * group_heads
-    last = min(start + group_heads, heads)
+    group_lines = (lines + GROUPS - 1) // GROUPS
+    start = group * group_lines
+    last = min(start + group_lines, lines)
     x_row = x + batch * x_batch + (token * x_token)[None, :, None] + pair[None, None, :] * x_step
     out_row = out + batch * out_batch + (token * out_token)[None, :, None]
-    steps = tl.arange(0, HEADS).to(tl.int64)[:, None, None]
+    steps = tl.arange(0, HEADS)[:, None, None]
 
-    # The first heads are on their way while the table is made, and the next ones at each step.
-    head = start + steps
-    inside = (head < last) & in_table[None, :, :]
-    low = tl.load(x_row + head * x_head, mask=inside, other=0.0)
-    high = tl.load(x_row + head * x_head + HALF * x_step, mask=inside, other=0.0)
+    # The first lines are on their way while the table is made, and the next ones at each step.
+    line = start + steps
+    inside = (line < last) & in_table[None, :, :]
+    first_at = x_row + _line(line, heads, x_batch, x_head, IS_SHARED)
+    low = tl.load(first_at, mask=inside, other=0.0)
+    high = tl.load(first_at + HALF * x_step, mask=inside, other=0.0)
 
     angles = freqs + batch * freqs_batch + (token * freqs_token)[:, None]
     angles += pair[None, :] * freqs_step
@@ -161,7 +182,8 @@ def rotate_pairs(
     cosine, sine = cosine_and_sine(angle, state > 0)
     cosine, sine = cast(cosine, COMPUTE)[None, :, :], cast(sine, COMPUTE)[None, :, :]
     tail_row = x + batch * x_batch + (token * x_token)[None, :, None]
-    places = x_row, x_head, x_step, out_row + pair[None, None, :] * out_step, out_head, out_step
+    out_pair = out_row + pair[None, None, :] * out_step
+    places = heads, x_row, x_batch, x_head, x_step, out_pair, out_batch, out_head, out_step
     if SECOND:
         if state >= 2:
             high_cos, high_sin = cosine_and_sine(other, state > 0)
@@ -169,38 +191,38 @@ def rotate_pairs(
             tables = cosine, sine, high_cos[None, :, :], high_sin[None, :, :]
             _rotate(
                 low, high, tables, places, start, last, steps, in_table, scale,
-                HALF, HEADS, IS_ADJOINT, HAS_SCALE, COMPUTE,
+                HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE,
             )  # fmt: skip
         else:
             tables = cosine, sine, cosine, sine
             _rotate(
                 low, high, tables, places, start, last, steps, in_table, scale,
-                HALF, HEADS, IS_ADJOINT, HAS_SCALE, COMPUTE,
+                HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE,
             )  # fmt: skip
     else:
         tables = cosine, sine, cosine, sine
         _rotate(
             low, high, tables, places, start, last, steps, in_table, scale,
-            HALF, HEADS, IS_ADJOINT, HAS_SCALE, COMPUTE,
+            HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE,
         )  # fmt: skip
     if TAIL:
         rest = tl.arange(0, TAIL_BLOCK).to(tl.int64)[None, None, :]
         in_rest = (token < length)[None, :, None] & (rest < TAIL)
         rest += 2 * HALF
         for first in range(start, last, HEADS):
-            head = first + steps
-            in_tail = (head < last) & in_rest
-            at = tail_row + head * x_head + rest * x_step
+            line = first + steps
+            in_tail = (line < last) & in_rest
+            at = tail_row + _line(line, heads, x_batch, x_head, IS_SHARED) + rest * x_step
             values = cast(tl.load(at, mask=in_tail, other=0.0), COMPUTE)
             if HAS_SCALE:
                 values = values * scale
-            to = out_row + head * out_head + rest * out_step
+            to = out_row + _line(line, heads, out_batch, out_head, IS_SHARED) + rest * out_step
             tl.store(to, narrow(values, out.dtype.element_ty), mask=in_tail)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """TOKENS positions a program, HEADS heads a step, heads in GROUPS programs."""
+    """TOKENS positions a program, HEADS lines a step, lines in GROUPS programs."""
 
     tokens: int
     heads: int
@@ -208,35 +230,45 @@ class RopeConfig:
     warps: int
 
 
-def choose_config(source: Tensor, half: int, sm_count: int, warps: int | None = None) -> RopeConfig:
+def choose_config(
+    source: Tensor, half: int, sm_count: int, warps: int | None = None, *, is_shared: bool
+) -> RopeConfig:
     """One 16-byte vector of each half a thread and step: few registers, many programs.
 
     Every thread has elements of its own in a step, so none reads what another has rotated.
+    ``is_shared`` if one table is for the heads of all batches.
     """
     batch, heads, length, _ = source.dim
-    most_heads, most_tokens = (triton.next_power_of_2(max(n, 1)) for n in (heads, length))
+    tables, lines = (1, batch * heads) if is_shared else (batch, heads)
+    most_lines, most_tokens = (triton.next_power_of_2(max(n, 1)) for n in (lines, length))
     vector = POINTER_ALIGNMENT_BYTES * 8 // source.data_type.bits
     block = triton.next_power_of_2(half)
     if warps is None:
         warps = _WARPS
     rows = max(1, _WARP_THREADS * vector // block)
     tokens = min(rows, most_tokens)
-    step = min(rows * warps // tokens, most_heads)
+    step = min(rows * warps // tokens, most_lines)
     tokens = min(rows * warps // step, most_tokens)
     while warps > 1 and tokens * step * block < _WARP_THREADS * warps * vector:
         warps //= 2
-    programs = max(batch * triton.cdiv(length, tokens), 1)
+    programs = max(tables * triton.cdiv(length, tokens), 1)
     wanted = triton.cdiv(_PROGRAMS_A_MULTIPROCESSOR * sm_count, programs)
-    groups = max(1, min(wanted, heads // step))
+    groups = max(1, min(wanted, lines // step))
     return RopeConfig(tokens, step, groups, warps)
+
+
+def is_shared(source: Tensor, freqs: Tensor) -> bool:
+    """True if the heads of several batches are rotated by the same angles."""
+    batch, heads = source.dim[:2]
+    return freqs.dim[0] == 1 and batch > 1 and batch * heads <= _MAX_LINES
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal, with the warps as a knob; declines what the kernel cannot address."""
     operation = only_operation(graph, "rotations")
-    source, _, _ = _operands(operation)
+    source, freqs, _ = _operands(operation)
     half = _check(operation)
-    config = choose_config(source, half, sm_count)
+    config = choose_config(source, half, sm_count, is_shared=is_shared(source, freqs))
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
     return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
 
@@ -270,13 +302,14 @@ def _plan(
     half = _check(operation)
     if 0 in x.dim:
         return KernelPlan(())
-    config = choose_config(x, half, sm_count, warps)
+    shares = is_shared(x, freqs)
+    config = choose_config(x, half, sm_count, warps, is_shared=shares)
     batch, heads, length, extent = x.dim
+    tables, lines = (1, batch * heads) if shares else (batch, heads)
     scale = float(operation.output_scale)
     is_double = DataType.DOUBLE in (x.data_type, out.data_type)
     pointers = {"x": x, "freqs": freqs, "out": out}
     integers = {
-        "heads": heads,
         "length": length,
         "x_batch": x.stride[0],
         "x_head": x.stride[1],
@@ -295,9 +328,10 @@ def _plan(
     units = {name: 1 for name, value in integers.items() if name.endswith("_step") and value == 1}
     types = [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
     types.append(("scale", "fp64" if is_double else "fp32"))
+    types += [("heads", "i32"), ("lines", "i32")]
     types += [(name, "i64") for name in integers if name not in units]
     arguments: list[Argument] = [operand(slots, tensor) for tensor in pointers.values()]
-    arguments.append(Constant(scale))
+    arguments += [Constant(scale), Constant(heads), Constant(lines)]
     arguments += [Constant(value) for name, value in integers.items() if name not in units]
     aligned = set()
     if is_aligned:
@@ -308,27 +342,33 @@ def _plan(
             if name.endswith(("_batch", "_head", "_token")) and value % 16 == 0
         }
     tail = extent - 2 * half
+    has_second = freqs.dim[3] == 2 * half
+    block = triton.next_power_of_2(half)
+    held = config.tokens * config.heads * block // (_WARP_THREADS * config.warps)
+    is_limited = has_second and not is_double and held <= _FEW_ELEMENTS
     spec = KernelSpec(
         rotate_pairs,
         tuple(types),
         (
             *units.items(),
             ("HALF", half),
-            ("HALF_BLOCK", triton.next_power_of_2(half)),
-            ("SECOND", half if freqs.dim[3] == 2 * half else 0),
+            ("HALF_BLOCK", block),
+            ("SECOND", half if has_second else 0),
             ("TAIL", tail),
             ("TAIL_BLOCK", triton.next_power_of_2(max(tail, 1))),
             ("TOKENS", config.tokens),
             ("HEADS", config.heads),
             ("GROUPS", config.groups),
+            ("IS_SHARED", shares),
             ("IS_ADJOINT", operation.kind == "rope_backward"),
             ("HAS_SCALE", scale != 1.0),
             ("COMPUTE", tl.float64 if is_double else tl.float32),
         ),
         frozenset(aligned),
         config.warps,
+        max_registers=_REGISTERS if is_limited else None,
     )
-    grid = (batch * triton.cdiv(length, config.tokens) * config.groups, 1, 1)
+    grid = (tables * triton.cdiv(length, config.tokens) * config.groups, 1, 1)
     return KernelPlan((PlannedKernel(spec, grid, tuple(arguments)),))
 
 
