@@ -8,10 +8,11 @@ With h = R / 2 and angles a, for i < h (Su and others 2021):
 The adjoint is the transposed rotation. Elements from R on are output_scale x.
 
 A program makes the table of TOKENS positions once, in registers, and walks HEADS lines at a time
-along it: the heads of one batch, or of all batches where those have the same angles. Angles are rounded to float32; their sines and cosines are taken in float64 and rounded,
-so a table entry is the float32 number nearest to the true one, for every angle. Each product and
-sum is rounded by itself: results equal the formula's in float32 to the last bit (float64 for
-float64 operands). A pair is read before it is written, by one thread: out may be the input.
+along it: the heads of one batch, or of all batches where those have the same angles. Angles are
+rounded to float32; their sines and cosines are taken in float64 and rounded, so a table entry is
+the float32 number nearest to the true one, for every angle. Each product and sum is rounded by
+itself: results equal the formula's in float32 to the last bit (float64 for float64 operands). A
+pair is read before it is written, by one thread: out may be the input.
 """
 
 from __future__ import annotations
