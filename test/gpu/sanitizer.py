@@ -5,7 +5,9 @@
 Needs a CUDA device and compute-sanitizer. memcheck finds accesses outside of allocations (torch's
 cache of blocks is off, so neighbours do not hide them), racecheck finds shared memory that threads
 use without a barrier, initcheck finds reads of memory that nobody wrote. The samples are those of
-test/python/core/launch/test_compiled_families_on_gpu.py. The exit status is 0 if no tool reports.
+test/python/core/launch/test_compiled_families_on_gpu.py. What racecheck says of the tiny kernels of
+sanitizer_controls.py is kept beside: it tells which reports, and which silence, mean something. The
+exit status is 0 if no tool reports a sample.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "test/python/core/launch/test_compiled_families_on_gpu.py"
+CONTROLS = Path(__file__).with_name("sanitizer_controls.py")
 TOOLS = ("memcheck", "racecheck", "initcheck")
 ERROR_STATUS = 9
 _TAIL_CHARS = 1500
@@ -32,7 +35,12 @@ _TAIL_CHARS = 1500
 
 def samples() -> Any:
     """The module that declares a sample graph of each family."""
-    spec = importlib.util.spec_from_file_location("compiled_families", SAMPLES)
+    return module_of(SAMPLES)
+
+
+def module_of(path: Path) -> Any:
+    """A module that is no part of a package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -49,10 +57,11 @@ def run_sample(name: str) -> None:
     print(f"ran on {graph.selected_engine}")
 
 
-def check(tool: str, name: str, limit_s: float) -> dict[str, Any]:
-    """One sample under one tool."""
+def check(tool: str, name: str, limit_s: float, *, is_control: bool = False) -> dict[str, Any]:
+    """One sample, or one control, under one tool."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERROR_STATUS)]
-    command += [sys.executable, __file__, "--sample", name]
+    own = [str(CONTROLS), name] if is_control else [__file__, "--sample", name]
+    command += [sys.executable, *own]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     began = time.monotonic()
     try:
@@ -94,6 +103,16 @@ def main() -> int:
     jobs = [(tool, name) for name in names for tool in TOOLS]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         found = list(pool.map(lambda job: check(*job, arguments.limit), jobs))
+        controls = list(
+            pool.map(
+                lambda name: check("racecheck", name, arguments.limit, is_control=True),
+                module_of(CONTROLS).CONTROLS
+                if torch.cuda.get_device_capability() == (9, 0)
+                else (),
+            )
+        )
+    for row in controls:
+        print(f"control {row['sample']:28} {row['status']:3} {row['summary']}")
     for row in found:
         print(f"{row['tool']:10} {row['sample']:28} {row['status']:3} {row['summary']}")
     clean = sum(row["status"] == 0 for row in found)
@@ -107,6 +126,7 @@ def main() -> int:
             "versions": {"torch": torch.__version__, "triton": triton.__version__},
             "clean": clean,
             "runs": found,
+            "controls": controls,
         }
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if clean == len(found) else 1
