@@ -4,6 +4,7 @@ A call is plain if every operand is a torch tensor laid out as declared, on the 
 nothing overlaps. ``DirectCalls.current(pack, workspace, stream)`` runs such a call and returns
 True. Of any other it returns False before anything is written, and the binder takes it, which has
 every rule and every message; so what is accepted here is a subset of what is accepted there.
+``DirectCalls.bind(pack, workspace)`` does all but the launch, in blocks that nobody else has.
 
 Layouts are checked at each call, since a tensor's can change in place. What depends on addresses
 alone is not: alignment and overlaps are looked at once for each set of addresses, and parameters
@@ -22,6 +23,7 @@ from tilewright.launch import prepared
 from tilewright.launch.binder import Binder
 from tilewright.launch.prepared import (
     BlockPool,
+    BoundPlan,
     Constant,
     HostScalar,
     KernelLaunch,
@@ -30,6 +32,7 @@ from tilewright.launch.prepared import (
 )
 
 DirectCall = Callable[[Any, Any, Any], bool]
+DirectBind = Callable[[Any, Any], BoundPlan | None]
 # Sets of keys that a plan makes a function for; packs with others take the general way.
 _MAX_FUNCTIONS = 64
 # Sets of addresses that a function remembers as plain; past that it starts anew.
@@ -46,6 +49,7 @@ class DirectCalls:
         self._pool = pool
         self._needs_aligned = frozenset(needs_aligned)
         self._functions: dict[tuple[Any, ...], DirectCall] = {}
+        self._binds: dict[tuple[Any, ...], DirectBind] = {}
         self.current: DirectCall = _declined
 
     def other(self, pack: Any, workspace: Any, stream: Any) -> bool:
@@ -60,17 +64,39 @@ class DirectCalls:
             order = self._binder.order_of(keys)
             if order is None:
                 return False
-            function = _generate(self._binder, self._pool, self._needs_aligned, keys, order)
-            self._functions[keys] = function
+            names = {"call": _declined}
+            names |= _generate(self._binder, self._pool, self._needs_aligned, keys, order, True)
+            function = self._functions[keys] = names["call"]
         if function is self.current:
             return False
         # A race of two threads here costs a look-up, no more: each runs the function of its pack.
         self.current = function
         return function(pack, workspace, stream)
 
+    def bind(self, pack: Any, workspace: Any) -> BoundPlan | None:
+        """A plain call's parameters in blocks of its own; None if the call is not plain."""
+        if type(pack) is not dict:
+            return None
+        keys = tuple(pack)
+        function = self._binds.get(keys)
+        if function is None:
+            if len(self._binds) >= _MAX_FUNCTIONS:
+                return None
+            order = self._binder.order_of(keys)
+            if order is None:
+                return None
+            names = {"call": _unbound}
+            names |= _generate(self._binder, self._pool, self._needs_aligned, keys, order, False)
+            function = self._binds[keys] = names["call"]
+        return function(pack, workspace)
+
 
 def _declined(pack: Any, workspace: Any, stream: Any) -> bool:
     return False
+
+
+def _unbound(pack: Any, workspace: Any) -> None:
+    return None
 
 
 def _generate(
@@ -79,15 +105,19 @@ def _generate(
     needs_aligned: frozenset[int],
     keys: tuple[Any, ...],
     order: Sequence[int],
-) -> DirectCall:
-    """The function for packs with these keys; ``order`` is each slot's position in the pack."""
+    is_launched: bool,
+) -> dict[str, Any]:
+    """``call`` for packs with these keys; ``order`` is each slot's position in the pack.
+
+    Empty if no such call is plain. Where it is not launched, the function binds.
+    """
     slots = binder.slots
     given = [number for number, position in enumerate(order) if position >= 0]
     # A scalar that a call brings is read at the call, which takes the general way.
     if any(slots[number].is_pass_by_value for number in given):
-        return _declined
+        return {}
     if any(slot.value is None for i, slot in enumerate(slots) if i not in given):
-        return _declined
+        return {}
     names: dict[str, Any] = {
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
@@ -101,7 +131,7 @@ def _generate(
         "plain": set(),
     }
     lines = [
-        "def call(pack, workspace, stream):",
+        "def call(pack, workspace, stream):" if is_launched else "def call(pack, workspace):",
         f" if type(pack) is not dict or len(pack) != {len(keys)}:",
         "  return False",
     ]
@@ -129,18 +159,22 @@ def _generate(
     lines += _workspace_check(binder.workspace_bytes)
     if binder.workspace_bytes:
         facts.append("w")
+    if is_launched:
+        lines += [
+            " if stream is None:",
+            "  stream = current_stream(device_index)",
+            " elif type(stream) is not int:",
+            "  return False",
+            " if current_device() != device_index:",
+            "  return False",
+        ]
+    lines.append(f" facts = ({''.join(fact + ', ' for fact in facts)})")
+    if is_launched:
+        lines += [" try:", "  entry = pop()", " except IndexError:", "  entry = make()"]
+    else:
+        # The blocks are the frame's from then on.
+        lines.append(" entry = make()")
     lines += [
-        " if stream is None:",
-        "  stream = current_stream(device_index)",
-        " elif type(stream) is not int:",
-        "  return False",
-        " if current_device() != device_index:",
-        "  return False",
-        f" facts = ({''.join(fact + ', ' for fact in facts)})",
-        " try:",
-        "  entry = pop()",
-        " except IndexError:",
-        "  entry = make()",
         " if entry[0] != facts:",
         "  if facts not in plain:",
         f"   if {' or '.join(_refusals(binder, given, spans, needs_aligned)) or 'False'}:",
@@ -154,9 +188,13 @@ def _generate(
     for position, launch in enumerate(pool.launches):
         filling = _filling(position, launch, binder, given, names)
         if filling is None:
-            return _declined
+            return {}
         lines += filling
     lines.append("  entry[0] = facts")
+    if not is_launched:
+        lines.append(" return entry[1]")
+        exec("\n".join(lines).replace("return False", "return None"), names)
+        return names
     for position, launch in enumerate(pool.launches):
         names[f"launch{position}"] = launch.call.launch
         names[f"streams{position}"] = launch.call.streams
@@ -171,8 +209,7 @@ def _generate(
         ]
     lines += [" give(entry)", " return True"]
     exec("\n".join(lines), names)
-    function: DirectCall = names["call"]
-    return function
+    return names
 
 
 def _layout_check(binder: Binder, number: int, names: dict[str, Any]) -> list[str]:

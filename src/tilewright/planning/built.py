@@ -43,6 +43,7 @@ class BuiltPlan:
             # An executable of prepared kernels has a short way for plain calls.
             make = getattr(self.executable, "direct_calls", None)
             self._direct: DirectCalls | None = None if make is None else make(self.binder)
+            self._bound_frame: Any = getattr(self.executable, "bound_frame", None)
 
     def bind(self, pack: VariantPack, workspace: Any = None) -> Launchable:
         """Check a call and bind it; nothing is written before ``Frame.launch``.
@@ -50,6 +51,11 @@ class BuiltPlan:
         Raises:
             BindingError: if an operand or the workspace does not fit.
         """
+        if self._direct is not None:
+            bound = self._direct.bind(pack, workspace)
+            if bound is not None:
+                made: Launchable = self._bound_frame(bound, self.plan.name, (pack, workspace))
+                return made
         binding = self.binder.bind(pack, workspace)
         return self.executable.frame(binding, workspace, self.plan.name, (pack, workspace))
 

@@ -47,6 +47,10 @@ class CudaExecutable:
         self._blocks = BlockPool(self._launches, self._device_index)
         self._needs_aligned = plan.needs_aligned
 
+    def bound_frame(self, bound: BoundPlan, plan_name: str, keep: Any) -> KernelFrame:
+        """The frame of a call that the short way has bound."""
+        return KernelFrame(bound, self._device_index, plan_name, keep)
+
     def frame(self, binding: Binding, workspace: Any, plan_name: str, keep: Any) -> KernelFrame:
         """The parameter blocks of one call."""
         bound = self._bound(binding, workspace)

@@ -237,7 +237,7 @@ def test_both_ways_agree_on_whatever_comes(
     draw = random.Random(seed)
     seen = {"short": 0, "long": 0, "refused": 0}
     pack = fresh(stride)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         if draw.random() < 0.4:
             pack = fresh(stride)
         for _ in range(draw.choice((0, 0, 1, 1, 2))):
@@ -245,9 +245,35 @@ def test_both_ways_agree_on_whatever_comes(
         expected = outcome(fake_driver, functools.partial(long.execute, pack))
         found = outcome(fake_driver, functools.partial(short.execute, pack))
         assert found == expected
+        if step % 3 == 0:
+            # Its frame, too; what it binds is launched once only.
+            assert outcome(fake_driver, lambda: short.bind(pack).launch()) == expected  # noqa: B023
+            was_short = short._direct.bind(pack, None) is not None
+            assert was_short == bool(
+                type(found) is list and short._direct.current(pack, None, None)
+            )
         is_short = type(found) is list and short._direct.current(pack, None, None)
         seen["refused" if type(found) is tuple else "short" if is_short else "long"] += 1
     assert min(seen.values()) > STEPS // 50, seen
+
+
+def test_frames_of_the_short_way_share_no_block(
+    fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    # L10: each frame keeps its own operands, whatever is bound or executed meanwhile.
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    packs = [operands() for _ in range(3)]
+    frames = [built.bind(pack) for pack in packs]
+    assert all(built._direct.bind(pack, None) is not None for pack in packs)
+    built.execute(operands())
+    fake_driver.take()
+    for _ in range(2):
+        for pack, frame in zip(packs, frames, strict=True):
+            frame.launch()
+            (launched,) = fake_driver.take()
+            assert launched.parameters[:8] == struct.pack("<Q", pack["x"].data_ptr())
+    assert {frame.plan_name for frame in frames} == {"triton"}
 
 
 def two_kernels(make_kernel: Any, at: dict[str, int]) -> KernelPlan:
