@@ -28,6 +28,8 @@ TRITON = f"{P}/norm/triton"
 ATTENTION = f"{P}/sdpa/triton/test_triton_attention.py"
 ATTENTION_PAIRS = f"{P}/sdpa/triton/test_triton_attention_pairs.py"
 HOPPER = f"{P}/sdpa/hopper/test_hopper_attention"
+HOPPER_PAGES = f"{P}/sdpa/hopper/test_hopper_pages_on_gpu.py"
+HOPPER_PAIRS = f"{P}/sdpa/hopper/test_hopper_attention_pairs.py"
 HOPPER_SEQUENCES = f"{P}/sdpa/hopper/test_hopper_sequences_on_gpu.py"
 RAGGED = f"{P}/sdpa/triton/test_triton_ragged_on_gpu.py"
 MAPS = f"{P}/core/launch/test_tensor_maps.py"
@@ -479,6 +481,8 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_finite_differences.py",
             f"{P}/sdpa/torch/test_sdpa_finite_differences.py",
             f"{HOPPER}_on_gpu.py::test_every_band_at_every_extent",
+            f"{HOPPER_PAGES}::test_scales_and_caps_that_are_tensors",
+            f"{HOPPER_PAIRS}::test_every_pair_of_features",
             f"{HOPPER}_on_gpu.py::test_head_sizes_between_the_kernels",
             f"{HOPPER}_on_gpu.py::test_sinks_join_the_denominator",
             f"{HOPPER}_on_gpu.py::test_what_a_hidden_key_or_value_holds_reaches_no_row",
@@ -515,6 +519,9 @@ CASES: tuple[Case, ...] = (
             f"{SEQUENCES}::test_paged_keys_and_values",
             ATTENTION_PAIRS,
             f"{ATTENTION_ON_GPU}::test_nan_beyond_lengths_and_in_free_slots_stays_there",
+            f"{HOPPER_PAGES}::test_pages",
+            f"{HOPPER_PAGES}::test_a_replay_reads_tables_and_lengths_as_they_are",
+            f"{HOPPER_PAGES}::test_what_a_hidden_token_of_a_page_holds_reaches_no_row",
         ),
     ),
     Case(
