@@ -385,6 +385,7 @@ CASES: tuple[Case, ...] = (
         (
             f"{TRITON}/test_triton_norms_compile.py::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
             f"{ATTENTION}::test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled",
+            f"{P}/sdpa/triton/test_triton_attention_compile.py",
             f"{ROPE}.py::test_every_kernel_compiles_for_four_targets_without_approximations",
             f"{CHAINS}.py::test_generated_kernels_compile_for_four_targets",
         ),

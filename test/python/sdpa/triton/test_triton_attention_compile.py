@@ -1,0 +1,83 @@
+"""The backward's kernels and stored draws compile for four targets, with no GPU, in small tiles.
+
+The tiles that are run, which take the compiler long, are those of ``test_triton_attention.py`` and
+of ``test_triton_attention_backward.py`` (L1).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+pytestmark = pytest.mark.L0
+
+CHILD = """
+import json, os
+os.environ.pop("TRITON_INTERPRET", None)
+import tilewright as tw
+from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
+from tilewright.engines.triton import attention, attention_backward
+from tilewright.graph.enums import knob_type as K
+
+ROWS, KEYS = 16, 16
+
+def declare(is_backward):
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    q, o, d_o = (graph.tensor((2, 4, ROWS, 16)) for _ in range(3))
+    k, v = (graph.tensor((2, 2, KEYS, 16)) for _ in range(2))
+    options = dict(attn_scale=0.1)
+    if is_backward:
+        given = dict(dBias=graph.tensor(), dSink_token=graph.tensor())
+        options |= dict(
+            bias=graph.tensor((1, 4, ROWS, KEYS)), sink_token=graph.tensor((1, 4, 1, 1)), **given
+        )
+        stats = graph.tensor((2, 4, ROWS, 1), data_type="float32")
+        made = [*graph.sdpa_backward(q, k, v, o, d_o, stats, **options), *given.values()]
+    else:
+        made = [graph.tensor(name="draws").set_data_type("float32")]
+        options["dropout"] = (0.1, graph.tensor_scalar(1), graph.tensor_scalar(2))
+        o, _ = graph.sdpa(q, k, v, is_inference=True, rng_dump=made[0], **options)
+        made.append(o)
+    for tensor in made:
+        tensor.set_output(True)
+    graph.validate()
+    return graph
+
+small = ((K.TILE_M, 16), (K.TILE_N, 16), (K.WARPS, 4), (K.STAGES, 1))
+plans = [attention_backward.plan(declare(True), small, 108)]
+plans.append(attention.plan(declare(False), small, 108))
+kernels = {kernel.spec.name: kernel for plan in plans for kernel in plan.kernels}
+del kernels["attention_forward"]
+results = []
+for kernel in kernels.values():
+    names = list(kernel.spec.function.arg_names)
+    given = [name for name, _ in kernel.spec.types]
+    constants = [name for name, _ in kernel.spec.constants]
+    for target in TARGETS:
+        code = compile_kernel(kernel.spec, target)
+        results.append({
+            "kernel": kernel.spec.name,
+            "target": target,
+            "bytes": len(code.image),
+            "threads": code.threads,
+            "runtime_in_order": given == [n for n in names if n not in constants],
+            "all_named": sorted(given + constants) == sorted(names),
+            "one_argument_each": len(kernel.arguments) == len(given),
+        })
+print(json.dumps(results))
+"""
+TARGETS = ((8, 0), (9, 0), (10, 0), (12, 0))
+PARTS = ("backward_prepare", "backward_keys", "backward_rows", "backward_sink", "backward_bias")
+
+
+def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled(
+    run_python: Callable[..., str],
+) -> None:
+    results = json.loads(run_python(CHILD))
+    found = {(result["kernel"], tuple(result["target"])) for result in results}
+    assert found == {(f"attention_{part}", t) for part in (*PARTS, "draws") for t in TARGETS}
+    for result in results:
+        assert result["bytes"] > 1000 and result["threads"] % 32 == 0
+        assert result["runtime_in_order"] and result["all_named"] and result["one_argument_each"]
