@@ -106,12 +106,15 @@ class PlanSelection(DeclaredGraph):
     def create_execution_plan(self, engine: int, knobs: Mapping[Any, int] | None = None) -> None:
         """Make (engine id, knobs) the only open plan.
 
+        A knob is a ``knob_type``, its number, or either as text: what JSON makes of a record.
+
         Raises:
-            NotSupportedError: if no such plan is proposed, with the engine's reason.
+            NotSupportedError: if no such plan is proposed, with the engine's reason, or no knob has
+                that name.
         """
         if self._plans is None:
             self.create_execution_plans()
-        wanted = tuple((knob_type(knob), int(value)) for knob, value in (knobs or {}).items())
+        wanted = tuple((_as_knob(knob), int(value)) for knob, value in (knobs or {}).items())
         for index, plan in enumerate(self._require_plans()):
             if plan.engine_id == engine and dict(plan.knobs) == dict(wanted):
                 self.select_plan(index)
@@ -279,3 +282,13 @@ class PlanSelection(DeclaredGraph):
 
 def _names(notes: Iterable[Any]) -> str:
     return ", ".join(sorted(note.name for note in notes))
+
+
+def _as_knob(knob: Any) -> knob_type:
+    try:
+        if isinstance(knob, str) and not knob.isdecimal():
+            return knob_type[knob]
+        return knob_type(int(knob))
+    except (KeyError, ValueError, TypeError) as error:
+        known = ", ".join(each.name for each in knob_type)
+        raise NotSupportedError(f"no knob is named {knob!r}; known are {known}") from error

@@ -182,9 +182,22 @@ def test_autotune_selects_and_returns_a_replayable_record(stub: StubEngine) -> N
         "triton:TILE_M=64",
         "triton:TILE_M=128",
     }
-    again, _ = product()
-    again.create_execution_plan(record["engine"], record["knobs"])
-    assert again.selected_engine == graph.selected_engine
+    chosen = record["plans"][0]["name"]
+    assert [plan["median_us"] for plan in record["plans"]] == sorted(
+        plan["median_us"] for plan in record["plans"]
+    )
+    # As it is, and as JSON keeps it.
+    for kept in (record, json.loads(json.dumps(record))):
+        again, _ = product()
+        again.create_execution_plan(kept["engine"], kept["knobs"])
+        assert again._active_plan().plan.name == graph._active_plan().plan.name == chosen
+    for name in ("TILE_M", "0", 0, tw.knob_type.TILE_M):
+        again, _ = product()
+        again.create_execution_plan(1, {name: 64})
+        assert again._active_plan().plan.name == "triton:TILE_M=64"
+    for name in ("TILE", "99", None):
+        with pytest.raises(tw.NotSupportedError, match="no knob is named"):
+            product()[0].create_execution_plan(1, {name: 64})
 
 
 def test_autotune_refuses_a_workspace_that_is_short_for_one_plan(
