@@ -200,6 +200,8 @@ CASES: tuple[Case, ...] = (
             f"{PLANS}::test_a_plan_is_selected_and_run",
             f"{PLANS}::test_engine_and_knobs_replay",
             f"{PLANS}::test_barring_by_name_workspace_and_notes",
+            f"{PLANS}::test_autotune_selects_and_returns_a_replayable_record",
+            f"{P}/sdpa/triton/test_triton_attention_autotune.py",
         ),
     ),
     Case(
