@@ -2,8 +2,10 @@
 
 Kernels in order: row statistics (``attention_backward_parts``), dK and dV a block of keys a program
 (``attention_backward_keys``), dQ a block of rows a program (``attention_backward_rows``), and what
-else is wanted. All sums are in registers, in a fixed order, so results repeat bit for bit whether
-or not ``use_deterministic_algorithm`` asks for it. Source: FlashAttention-2 (Dao 2023).
+else is wanted. On SM90 plain scores have kernels of their own for the products
+(``attention_backward_plain``). All sums are in registers, in a fixed order, so results repeat bit
+for bit whether or not ``use_deterministic_algorithm`` asks for it. Source: FlashAttention-2 (Dao
+2023).
 
 Two of the seven products are made twice. Adding dQ up in memory by atomics would save them, and
 measured slower on an H200 (332 against 404 TFLOP/s at head size 128): the products of one program
@@ -13,6 +15,7 @@ then wait for one another.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -29,11 +32,18 @@ from tilewright.engines.triton.attention_backward_config import (
     PADDED_TO,
     BackwardConfig,
     choose_config,
+    general_config,
+    reach,
+    takes_maps,
 )
 from tilewright.engines.triton.attention_backward_keys import attention_backward_keys
 from tilewright.engines.triton.attention_backward_parts import (
     attention_backward_prepare,
     attention_backward_sink,
+)
+from tilewright.engines.triton.attention_backward_plain import (
+    attention_backward_plain_keys,
+    attention_backward_plain_rows,
 )
 from tilewright.engines.triton.attention_backward_rows import attention_backward_rows
 from tilewright.engines.triton.attention_config import MIN_BLOCK, power_of_two
@@ -56,17 +66,25 @@ _BIAS_TILE = 64
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal, with the tile of the kernel over keys as knobs."""
-    knobs = choose_config(_read(graph)).knobs()
+    knobs = choose_config(_read(graph), sm_count).knobs()
     return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """All kernels; aligned operands get wide loads, with a general plan behind them."""
     spec = _read(graph)
-    config = choose_config(spec).with_knobs(dict(knobs))
+    config = choose_config(spec, sm_count).with_knobs(dict(knobs))
+    if config.keys_rows > PADDED_TO:
+        raise NotSupportedError(
+            f"{spec.title}: knob TILE_M is {config.keys_rows}; the kernels take up to {PADDED_TO}"
+        )
+    if config.has_maps and not takes_maps(spec, config):
+        config = general_config(spec).with_knobs(dict(knobs))
     slots = slot_numbers(graph)
-    general = _plan(spec, slots, config, is_aligned=False)
     ports = ("q", "k", "v", "o", "dO", *_GRADIENTS)
+    # What is there for a pointer that happens to be odd need not be quick to run.
+    plain = general_config(spec) if config.has_maps else config
+    general = _plan(spec, slots, plain, is_aligned=False)
     if not steps_in_vectors(spec, ports):
         return general
     aligned = _plan(spec, slots, config, is_aligned=True)
@@ -104,14 +122,24 @@ def _plan(
     if spec.rows:
         kernels.append(call.prepare())
     if spec.keys:
-        kernels.append(call.keys())
+        if not config.has_maps:
+            kernels.append(call.keys())
+        elif config.values_rows:
+            kernels += [call.plain_keys(("dK",)), call.plain_keys(("dV",))]
+        else:
+            kernels.append(call.plain_keys(("dK", "dV")))
     if spec.rows:
-        kernels.append(call.rows())
+        kernels.append(call.plain_rows() if config.has_maps else call.rows())
     if "dSink_token" in spec.ports:
         kernels.append(call.sink())
     if "dBias" in spec.ports and all(spec.ports["dBias"].dim):
         kernels.append(call.bias())
     return KernelPlan(tuple(kernels), call.scratch)
+
+
+def _limited(kernel: PlannedKernel, registers: int | None) -> PlannedKernel:
+    """The kernel with no more registers a thread."""
+    return replace(kernel, spec=replace(kernel.spec, max_registers=registers))
 
 
 class _Call:
@@ -181,6 +209,37 @@ class _Call:
             attention_backward_rows, grid, config.rows_warps, config.rows_stages
         )
 
+    def plain_keys(self, gradients: tuple[str, ...]) -> PlannedKernel:
+        """DK and dV of plain scores, or one of them."""
+        spec, config = self.spec, self.config
+        rows = config.keys_rows if "dK" in gradients else config.values_rows
+        arguments = self._mapped(gradients, rows, config.keys_keys)
+        for port in {"dK", "dV"} - {*gradients}:
+            self._no_operand(arguments, port)
+        arguments.constant(
+            DEPTH_V=spec.depth_v, BRANCHES=config.branches, STAGES=config.keys_stages
+        )
+        grid = (triton.cdiv(spec.keys, config.keys_keys) * spec.heads_kv * spec.batch, 1, 1)
+        return _limited(
+            arguments.planned(
+                attention_backward_plain_keys, grid, config.keys_warps, config.keys_stages
+            ),
+            config.keys_registers,
+        )
+
+    def plain_rows(self) -> PlannedKernel:
+        """DQ of plain scores."""
+        spec, config = self.spec, self.config
+        arguments = self._mapped(("dQ",), config.rows_rows, config.rows_keys)
+        arguments.constant(HAS_TAIL=spec.keys % config.rows_keys != 0, STAGES=config.rows_stages)
+        grid = (triton.cdiv(spec.rows, config.rows_rows) * spec.heads_q * spec.batch, 1, 1)
+        return _limited(
+            arguments.planned(
+                attention_backward_plain_rows, grid, config.rows_warps, config.rows_stages
+            ),
+            config.rows_registers,
+        )
+
     def sink(self) -> PlannedKernel:
         """DSink."""
         spec = self.spec
@@ -231,6 +290,42 @@ class _Call:
         arguments.extent("rows", spec.rows)
         arguments.extent("padded_rows", self.padded_rows)
         arguments.constant(HEADS=spec.heads_q, ROWS=_PART_ROWS)
+        return arguments
+
+    def _mapped(
+        self, gradients: tuple[str, ...], tile_rows: int, tile_keys: int
+    ) -> KernelArguments:
+        """Arguments of a kernel whose operands tensor maps bring."""
+        spec = self.spec
+        arguments = KernelArguments(self.slots)
+        for name, port, extent, depth in (
+            ("q_map", "q", tile_rows, self.block_depth),
+            ("k_map", "k", tile_keys, self.block_depth),
+            ("v_map", "v", tile_keys, self.block_depth_v),
+            ("d_o_map", "dO", tile_rows, self.block_depth_v),
+        ):
+            arguments.tensor_map(name, spec.ports[port], (1, 1, extent, depth))
+        for port in gradients:
+            self._operand(arguments, port)
+        self._statistics(arguments)
+        self._scale(arguments)
+        for name, value in (
+            ("rows", spec.rows),
+            ("keys", spec.keys),
+            ("line_tiles", self.padded_rows // PADDED_TO),
+            ("reach", reach(spec)),
+        ):
+            arguments.extent(name, value)
+        arguments.constant(
+            HEADS_KV=spec.heads_kv,
+            GROUP=spec.group,
+            DEPTH=spec.depth,
+            BLOCK_DEPTH=self.block_depth,
+            BLOCK_DEPTH_V=self.block_depth_v,
+            ROWS=tile_rows,
+            KEYS=tile_keys,
+            HAS_RIGHT=spec.right is not None,
+        )
         return arguments
 
     def _products(
@@ -302,6 +397,12 @@ class _Call:
         if port == "dO":
             # q, k, v and dO have one type.
             arguments.constant(UNIT=unit)
+
+    def _no_operand(self, arguments: KernelArguments, port: str) -> None:
+        name = _SHORT[port]
+        arguments.pointer(name, None)
+        arguments.steps(name, None)
+        arguments.constant(**{f"{name.upper()}_UNIT": 1})
 
     def _scale(self, arguments: KernelArguments) -> None:
         if self.spec.scale is None:

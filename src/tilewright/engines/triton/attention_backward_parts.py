@@ -34,7 +34,6 @@ def attention_backward_prepare(
     stats_batch,
     stats_head,
     stats_row,
-    stats_col,
     len_q_step,
     o_offset_step,
     o_multiplier,

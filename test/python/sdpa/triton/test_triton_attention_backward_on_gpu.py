@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_cases.backward import DeclaredBackward, backward_case
+from attention_cases.case import Case
 
 import tilewright as tw
 from tilewright import ops
+from tilewright.engines.triton import attention_backward
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU")
 NAMES = ("q", "k", "v", "o", "dO", "stats")
 GRADIENTS = ("dQ", "dK", "dV")
 REPEATS = 50
 LONGEST = 1000
+# Rows and keys: whole tiles, tails of either, more of one than of the other.
+EXTENTS = ((1, 1), (64, 64), (65, 127), (300, 300), (130, 515), (515, 130))
+# Diagonals from the bottom right that start at a tile's first row.
+SHIFTED = ((64, 192), (192, 64), (300, 364), (257, 1))
 
 
 def build(pack: dict[str, torch.Tensor], **masks: Any) -> Any:
@@ -99,7 +107,7 @@ def workspace_of(graph: Any) -> torch.Tensor:
 
 @pytest.mark.L0
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [64, 128, 256])
 def test_gradients_repeat_bit_for_bit(depth: int, causal: bool) -> None:
     pack = draw(LONGEST, LONGEST, depth, causal=causal)
     graph = build(pack, use_causal_mask=causal)
@@ -212,3 +220,36 @@ def test_autograd_of_sdpa_takes_the_kernels(deterministic: bool) -> None:
     pack = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "dO": d_o}
     pack |= {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
     check(pack, causal=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(heads=(4, 2)), marks=pytest.mark.L0),
+        pytest.param(Case(sizes=(128, 128), dtype="float16", layout="bshd"), marks=pytest.mark.L0),
+        pytest.param(Case(sizes=(256, 256), layout="gaps"), marks=pytest.mark.L0),
+        pytest.param(Case(sizes=(192, 128), heads=(3, 1)), marks=pytest.mark.L1),
+        pytest.param(Case(sizes=(40, 72), dtype="float16", sink="float32"), marks=pytest.mark.L1),
+        pytest.param(Case(sizes=(96, 96), out="float32"), marks=pytest.mark.L1),
+        pytest.param(Case(sizes=(16, 16), scale="device"), marks=pytest.mark.L1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("band", ["open", "causal", "bottom_right"])
+def test_plain_scores(case: Case, band: str) -> None:
+    for number, (rows, keys) in enumerate(SHIFTED if band == "bottom_right" else EXTENTS):
+        drawn = replace(case, band=band, rows=rows, keys=keys, seed=number)
+        DeclaredBackward(backward_case(drawn), "cuda", is_deterministic=True).run(execute_plain)
+
+
+def execute_plain(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
+    """On the kernels that tensor maps feed, where there is one of SM90."""
+    graph.deselect_engines(["hopper"])
+    graph.build()
+    assert graph.selected_engine == "triton"
+    properties = torch.cuda.get_device_properties(0)
+    if properties.major == 9:
+        plan = attention_backward.plan(graph, (), properties.multi_processor_count)
+        names = {kernel.spec.name for kernel in plan.kernels}
+        assert "attention_backward_plain_rows" in names
+    graph.execute(pack, workspace_of(graph))
