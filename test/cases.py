@@ -480,6 +480,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_backward.py",
             f"{P}/sdpa/aten/test_attention_against_oracle.py",
             ATTENTION,
+            f"{P}/sdpa/triton/test_triton_attention_skips.py",
             ATTENTION_PAIRS,
             f"{P}/sdpa/aten/test_attention_finite_differences.py",
             f"{P}/sdpa/torch/test_sdpa_finite_differences.py",
