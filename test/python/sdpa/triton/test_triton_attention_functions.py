@@ -12,6 +12,7 @@ import torch
 from tilewright import ops
 from tilewright.engines.triton.engine import interpreting
 from tilewright.errors import NotSupportedError
+from tilewright.graph.enums import knob_type
 from tilewright.ops import plan_cache
 from tilewright.oracle.attention import merge_states as merge_oracle
 
@@ -131,6 +132,25 @@ def paged(engine: str, dtype: torch.dtype) -> torch.Tensor:
 def test_caches_are_read_by_the_kernels(call: Any, dtype: torch.dtype) -> None:
     made, wanted = call("triton", dtype).double(), call("aten", dtype).double()
     assert (made - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2**-7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads"), [(2, (2, 2)), (5, (6, 2)), (16, (4, 1)), (16, (2, 2))], ids=str
+)
+def test_up_to_sixteen_queries_share_the_keys_of_a_group(rows: int, heads: tuple[int, int]) -> None:
+    # Split keys; a sequence shorter than its queries, whose first rows see nothing.
+    made = []
+    for engine in ("triton", "aten"):
+        q = draw(2, heads[0], rows, WIDTH, seed=31)
+        k, v = (draw(2, heads[1], 300, WIDTH, seed=seed) for seed in (32, 33))
+        lengths = integers([300, rows - 1])
+        made += ops.sdpa_decode(q, k, v, lengths, return_stats=True, engine=engine)
+    assert torch.allclose(made[0], made[2], atol=1e-5)
+    assert torch.allclose(made[1], made[3], atol=1e-5)
+    assert torch.isneginf(made[1][1, :, 0]).all() and not made[0][1, :, 0].any()
+    plans = [built.plan for _, built in plan_cache._plans.values()]
+    assert [plan.engine_name for plan in plans] == ["triton", "aten"]
+    assert dict(plans[0].knobs)[knob_type.SPLIT_K] > 1
 
 
 def halves_of(lengths: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
