@@ -293,7 +293,7 @@ def ragged_out(d: Declaring, name: str, tensor: Any, heads: int, width: int, kin
 
 
 def attention_ragged(d: Declaring) -> None:
-    d.barred = ("hopper",)
+    d.barred = d.barred or ("hopper",)
     operands = (ragged(d, name, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
     options = {"use_causal_mask": True, "max_total_seq_len_q": 63, **sequence_lengths(d)}
     o, stats = d.graph.sdpa(*operands, generate_stats=True, attn_scale=0.125, **options)
@@ -330,8 +330,13 @@ def attention_decode(d: Declaring) -> None:
     d.out("stats", stats, (2, 8, 1, 1), "float32")
 
 
+def attention_ragged_on_hopper(d: Declaring) -> None:
+    d.barred = ("triton",)
+    attention_ragged(d)
+
+
 def attention_paged(d: Declaring) -> None:
-    d.barred = ("hopper",)
+    d.barred = d.barred or ("hopper",)
     pages = [d(name, (10, 2, 16, 64)) for name in ("k", "v")]
     tables = {
         f"paged_attention_{side}_table": d.given(f"table_{side}", table.int().view(2, 1, 5, 1))
@@ -351,6 +356,11 @@ def attention_paged(d: Declaring) -> None:
         **tables,
     )
     d.out("o", o, (2, 4, 32, 64))
+
+
+def attention_paged_on_hopper(d: Declaring) -> None:
+    d.barred = ("triton",)
+    attention_paged(d)
 
 
 ANY_ROWS = (23, 200, 1000)
@@ -389,6 +399,8 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (attention_backward_ragged, (), ()),
     (attention_decode, ("q", "k", "v", "o"), ()),
     (attention_paged, ("k", "v"), ()),
+    (attention_ragged_on_hopper, (), ()),
+    (attention_paged_on_hopper, ("k", "v"), ()),
 ]
 EVERY = pytest.mark.parametrize("declare", [row[0] for row in SAMPLES], ids=lambda d: d.__name__)
 
@@ -397,6 +409,8 @@ def built(declare: Callable[[Declaring], None], **options: Any) -> tuple[Any, di
     """A built graph, and operands on the GPU for it."""
     d = Declaring(**options)
     declare(d)
+    if "triton" in d.barred and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
     d.graph.create_execution_plans()
     d.graph.deselect_engines(("aten", *d.barred))
     d.graph.build()
