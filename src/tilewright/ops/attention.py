@@ -28,6 +28,7 @@ from tilewright.ops.attention_call import (
 )
 from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.custom import forbid_stream, is_traced
+from tilewright.ops.gating import gated
 from tilewright.ops.streams import on_its_stream
 
 Window = tuple[int | None, int | None]
@@ -417,9 +418,7 @@ def _call(
         # A gate is read after O is written, and may be the very buffer of ``out``.
         o, stats = attention_forward(call, out if gate is None else None, want_stats=return_stats)
     if gate is not None:
-        wide = torch.float64 if o.dtype is torch.float64 else torch.float32
-        gated = (o.to(wide) * torch.sigmoid(gate.to(wide))).to(o.dtype)
-        o = gated if out is None else out.copy_(gated)
+        o = gated(o, gate, out)
     if not return_stats or stats is None:
         return o
     return o, stats if call.is_packed else stats.squeeze(-1)

@@ -14,6 +14,7 @@ from tilewright.engines.triton.engine import interpreting
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import knob_type
 from tilewright.ops import plan_cache
+from tilewright.ops.gating import gated
 from tilewright.oracle.attention import merge_states as merge_oracle
 
 pytestmark = pytest.mark.L0
@@ -44,7 +45,7 @@ def integers(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def dense(engine: str, leaves: list[torch.Tensor]) -> Any:
+def dense(engine: str, leaves: list[Any]) -> Any:
     q, k, v, bias, sink, gate = leaves
     mask = torch.ones(ROWS, KEYS, dtype=torch.bool, device=DEVICE).tril(9)
     options = {"bias": bias, "mask": mask, "sink": sink, "soft_cap": 2.0, "gate": gate}
@@ -151,6 +152,38 @@ def test_up_to_sixteen_queries_share_the_keys_of_a_group(rows: int, heads: tuple
     plans = [built.plan for _, built in plan_cache._plans.values()]
     assert [plan.engine_name for plan in plans] == ["triton", "aten"]
     assert dict(plans[0].knobs)[knob_type.SPLIT_K] > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_is_one_kernel_behind(dtype: torch.dtype) -> None:
+    # O7. In a buffer of its own, in the gate's, and in one that overlaps the gate.
+    o = draw(2, 4, 5, WIDTH, seed=41, dtype=dtype).transpose(1, 2)
+    gate = draw(2, 5, 4, WIDTH, seed=42)
+    expected = o.double() * torch.sigmoid(gate.double())
+    storage = torch.zeros(gate.numel() + 8, dtype=dtype, device=DEVICE)
+    over, apart = storage[8:].view(gate.shape), torch.empty_like(gate, dtype=dtype)
+    step = 2**-8 if dtype is torch.bfloat16 else 1e-6
+    for given, out in ((gate, None), (gate, apart), (over, over), (over, storage[:-8])):
+        if given is over:
+            over.copy_(gate)
+        into = None if out is None else out.view(gate.shape)
+        made = gated(o, given, into, engine="triton")
+        assert made.dtype is dtype and (into is None or made is into)
+        wanted = expected if given is gate else o.double() * torch.sigmoid(gate.to(dtype).double())
+        assert (made.double() - wanted).abs().max() <= step * wanted.abs().max()
+    plans = [built.plan for graph, built in plan_cache._plans.values() if graph.name == "gate"]
+    assert plans and all(plan.engine_name == "triton" for plan in plans)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU: on a CPU PyTorch multiplies")
+def test_attention_takes_it_on_a_gpu() -> None:
+    leaves = [leaf.bfloat16() for leaf in dense_leaves()]
+    (o, stats), (plain, level) = dense("triton", leaves), dense("triton", [*leaves[:5], None])
+    assert torch.equal(stats, level)
+    expected = plain.double() * torch.sigmoid(leaves[5].double())
+    assert (o.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+    plans = {graph.name: built.plan.engine_name for graph, built in plan_cache._plans.values()}
+    assert plans == {"sdpa": "triton", "gate": "triton"}
 
 
 def halves_of(lengths: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
