@@ -45,7 +45,7 @@ def integers(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def dense(engine: str, leaves: list[Any]) -> Any:
+def dense(engine: str | None, leaves: list[Any]) -> Any:
     q, k, v, bias, sink, gate = leaves
     mask = torch.ones(ROWS, KEYS, dtype=torch.bool, device=DEVICE).tril(9)
     options = {"bias": bias, "mask": mask, "sink": sink, "soft_cap": 2.0, "gate": gate}
@@ -58,7 +58,7 @@ def dense_leaves() -> list[torch.Tensor]:
     return [q, k, v, bias, draw(4, seed=5), draw(2, 4, ROWS, WIDTH_V, seed=6)]
 
 
-def packed(engine: str, leaves: list[torch.Tensor]) -> Any:
+def packed(engine: str | None, leaves: list[torch.Tensor]) -> Any:
     prefix = integers([0, 9, 9, 30], torch.int64)
     options = {"causal": True, "align": "bottom_right", "return_stats": True}
     return ops.sdpa_varlen(*leaves, prefix, prefix, 21, 21, engine=engine, **options)
@@ -99,7 +99,7 @@ def test_gradients_and_stats_come_from_the_kernels(name: str) -> None:
     ]
 
 
-def decoded(engine: str, dtype: torch.dtype) -> torch.Tensor:
+def decoded(engine: str | None, dtype: torch.dtype) -> torch.Tensor:
     q, k = draw(2, 4, 3, WIDTH, seed=11, dtype=dtype), draw(2, 2, KEYS, WIDTH, seed=12, dtype=dtype)
     v = draw(2, 2, KEYS, WIDTH_V, seed=13, dtype=dtype)
     made = ops.sdpa_decode(q, k, v, integers(LENGTHS), window=(9, 0), engine=engine)
@@ -107,7 +107,7 @@ def decoded(engine: str, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def paged(engine: str, dtype: torch.dtype) -> torch.Tensor:
+def paged(engine: str | None, dtype: torch.dtype) -> torch.Tensor:
     # Tables of their own, pages of one row for the values, an entry that names no page.
     q = draw(2, 4, 3, WIDTH, seed=14, dtype=dtype)
     pages = draw(20, PAGE, 2, WIDTH, seed=15, dtype=dtype)
@@ -238,6 +238,43 @@ def test_no_engine_has_the_backward_of_a_merge() -> None:
         ops.merge_states(*states, engine="triton")
     o, stats = ops.merge_states(*states)
     assert torch.autograd.grad(o.sum() + stats.sum(), states[0])[0].isfinite().all()
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU: a CPU waits for nothing")
+@pytest.mark.parametrize("engine", ["triton", None])
+def test_no_function_waits(engine: str | None) -> None:
+    # L3, B22: no length, table, mask or seed is read on the host, forward or backward.
+    bf16 = torch.bfloat16
+    q = draw(2, 4, ROWS, WIDTH, seed=1, dtype=bf16).requires_grad_()
+    k, v = (draw(2, 2, KEYS, WIDTH, seed=n, dtype=bf16).requires_grad_() for n in (2, 3))
+    bias = draw(1, 4, 1, KEYS, seed=4).requires_grad_()
+    mask = torch.ones(ROWS, KEYS, dtype=torch.bool, device=DEVICE).tril(9)
+    sink, gate = draw(4, seed=5).requires_grad_(), draw(2, 4, ROWS, WIDTH, seed=6, dtype=bf16)
+    tokens = [draw(33, h, WIDTH, seed=7, dtype=bf16).requires_grad_() for h in (4, 2, 2)]
+    prefix, lengths = integers([0, 9, 9, 30], torch.int64), integers(LENGTHS)
+    pages, table = draw(20, PAGE, 2, WIDTH, seed=15, dtype=bf16), integers([list(range(10))] * 2)
+    d_o, d_tokens = torch.ones_like(q), torch.ones_like(tokens[0])
+
+    def every() -> None:
+        options: dict[str, Any] = {"bias": bias, "mask": mask, "sink": sink, "gate": gate}
+        o = ops.sdpa(q, k, v, seqlens_kv=lengths, engine=engine, **options)
+        torch.autograd.grad(o, (q, k, v, bias, sink), d_o)
+        o = ops.sdpa_varlen(*tokens, prefix, prefix, 21, 21, causal=True, engine=engine)
+        torch.autograd.grad(o, tokens, d_tokens)
+        with torch.no_grad():
+            ops.sdpa(q, k, v, dropout_p=0.5, engine=engine)
+            ops.sdpa_paged(q, pages, pages, table, lengths, engine=engine)
+            state = ops.sdpa_decode(q[:, :, :1], k, v, lengths, return_stats=True, engine=engine)
+            ops.merge_states(*state, *state)
+
+    every()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        every()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
 
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the engine takes these calls")
