@@ -51,7 +51,7 @@ def test_a_late_read_of_a_result_alone_is_no_reason_to_accuse_frames(cuda_operan
             out.fill_(torch.nan)
             torch.cuda._sleep(_MIDST_CYCLES)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(caller):
-                torch.cuda._sleep(_MIDST_CYCLES * 3 // 2)  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(_MIDST_CYCLES * 5 // 2)  # type: ignore[no-untyped-call]
         return torch.add(a, b, out=out)
 
     verdict = detectors.frame_independence(adds_slowly, cuda_operands)
