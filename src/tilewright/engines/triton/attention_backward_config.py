@@ -115,7 +115,7 @@ def _mapped_tiles(spec: AttentionSpec) -> BackwardConfig:
         return replace(config, keys_registers=168, rows_registers=128)
     if width <= 128:
         return BackwardConfig(64, 64, 4, 2, 128, 64, 8, 3, has_maps=True)
-    return BackwardConfig(32, 128, 8, 2, 128, 32, 8, 2, has_maps=True, values_rows=64)
+    return BackwardConfig(32, 128, 8, 2, 128, 64, 8, 1, has_maps=True, values_rows=64)
 
 
 def _tiles(spec: AttentionSpec) -> BackwardConfig:

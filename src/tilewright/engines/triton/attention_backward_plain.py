@@ -186,10 +186,10 @@ def attention_backward_plain_rows(
         k_tile = tl.reshape(k_map.load([batch, head_kv, start, 0]), (KEYS, BLOCK_DEPTH))
         v_tile = tl.reshape(v_map.load([batch, head_kv, start, 0]), (KEYS, BLOCK_DEPTH_V))
         products = dot(q_tile, tl.trans(k_tile), nothing)
-        d_p = dot(d_o_tile, tl.trans(v_tile), nothing)
+        # dP - Delta is summed as such: one step less between the product and the next.
+        d_p = dot(d_o_tile, tl.trans(v_tile), nothing - delta_of_rows)
         p = tl.exp2(products * (scale * LOG2_E) - lse_of_rows)
-        d_s = p * (d_p - delta_of_rows)
-        acc_q = dot(d_s.to(k_tile.dtype), k_tile, acc_q)
+        acc_q = dot((p * d_p).to(k_tile.dtype), k_tile, acc_q)
     if HAS_RIGHT or HAS_TAIL:
         for start in tl.range(end_open, end, KEYS, num_stages=1):
             key = start + tl.arange(0, KEYS)[None, :]
