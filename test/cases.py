@@ -128,8 +128,11 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "T18",
-        "ranking is tested with stub engines",
-        (f"{PLANS}::test_plans_are_listed_named_and_ranked",),
+        "ranking is tested with stub engines and stub devices",
+        (
+            f"{PLANS}::test_plans_are_listed_named_and_ranked",
+            f"{P}/sdpa/triton/test_triton_attention_cost.py",
+        ),
     ),
     Case(
         "T19",

@@ -26,6 +26,7 @@ from tilewright.engines.triton.attention_arguments import (
     takes_tensor_maps,
 )
 from tilewright.engines.triton.attention_config import (
+    INTERPRETED_SM_COUNT,
     MAX_DEALT_BATCH,
     NARROW_BAND,
     ForwardConfig,
@@ -35,6 +36,7 @@ from tilewright.engines.triton.attention_config import (
     power_of_two,
     ranked_configs,
 )
+from tilewright.engines.triton.attention_cost import cost_us, facts_of
 from tilewright.engines.triton.attention_decode import decode_plan
 from tilewright.engines.triton.attention_dropout import draws_kernel
 from tilewright.engines.triton.attention_loop import (
@@ -283,13 +285,16 @@ def attention_forward(
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
-    """Ranked tiles as knobs, the best guess first."""
+    """Tiles as knobs, the least cost first; of equal ones the better guess."""
     spec = read_spec(only_operation(graph, "attention"))
-    notes = frozenset({behavior_note.RUNTIME_COMPILATION})
-    return [
-        Proposal(config.knobs(), float(cost), notes)
-        for cost, config in enumerate(ranked_configs(spec, sm_count))
-    ]
+    notes, facts = frozenset({behavior_note.RUNTIME_COMPILATION}), facts_of(sm_count)
+    configs = ranked_configs(spec, sm_count)
+    costs = [cost_us(spec, config, facts) for config in configs]
+    if sm_count == INTERPRETED_SM_COUNT:
+        # No device: tests there are of the plans that are guessed first.
+        costs = [float(index) for index, _ in enumerate(configs)]
+    ranked = sorted(zip(costs, configs, strict=True), key=lambda pair: pair[0])
+    return [Proposal(config.knobs(), cost, notes) for cost, config in ranked]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:

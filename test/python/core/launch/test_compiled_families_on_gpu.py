@@ -315,8 +315,8 @@ def attention_backward_ragged(d: Declaring) -> None:
 def attention_decode(d: Declaring) -> None:
     # One query, whose keys are split and combined.
     d.barred = ("hopper",)
-    operands = d("q", (2, 8, 1, 64)), d("k", (2, 2, 700, 64)), d("v", (2, 2, 700, 64))
-    lengths = torch.tensor([700, 430], dtype=torch.int32).view(2, 1, 1, 1)
+    operands = d("q", (2, 8, 1, 64)), d("k", (2, 2, 4096, 64)), d("v", (2, 2, 4096, 64))
+    lengths = torch.tensor([4096, 2500], dtype=torch.int32).view(2, 1, 1, 1)
     ones = torch.ones(2, 1, 1, 1, dtype=torch.int32)
     o, stats = d.graph.sdpa(
         *operands,

@@ -136,6 +136,11 @@ def build(declare: Sample, monkeypatch: pytest.MonkeyPatch) -> Any:
     declare(graph)
     graph.create_execution_plans()
     graph.deselect_engines(["aten", "hopper"])
+    # Of decoding the plan whose keys are split, wherever it is ranked.
+    for index, plan in enumerate(graph.plans):
+        if dict(plan.knobs).get(tw.knob_type.SPLIT_K, 0) > 1:
+            graph.select_plan(index)
+            break
     graph.build()
     assert graph.selected_engine == "triton" and graph.get_workspace_size() > 0
     return graph

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases.case import SMALL_EXTENTS, Case, all_pairs
-from attention_cases.running import Declared
+from attention_cases.running import Declared, select_split
 
 import tilewright as tw
 from tilewright.engines.triton.engine import interpreting
@@ -43,6 +43,7 @@ def _interpreter() -> Iterator[None]:
 
 def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
     graph.deselect_engines(["hopper"])
+    select_split(graph)
     graph.build()
     assert graph.selected_engine == "triton", graph.explain()
     size = graph.get_workspace_size()

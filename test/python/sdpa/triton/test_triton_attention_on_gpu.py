@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases.running import select_split
 
 import tilewright as tw
 from tilewright import ops
@@ -51,6 +52,7 @@ def build(pack: dict[str, torch.Tensor], *, keys: int | None = None, **masks: An
     if stats is not None:
         stats.set_output(True).set_name("stats")
     graph.deselect_engines(["hopper"])
+    select_split(graph)
     graph.build()
     assert graph.selected_engine == "triton"
     return graph

@@ -18,7 +18,7 @@ import pytest
 import torch
 from attention_cases.backward import DeclaredBackward, backward_case
 from attention_cases.case import LARGE_EXTENTS, Case, all_pairs, at_extents, of_one_kernel, uneven
-from attention_cases.running import Declared
+from attention_cases.running import Declared, select_split
 
 from tilewright.errors import NotSupportedError
 
@@ -33,6 +33,7 @@ MORE_BACKWARD_CASES = [backward_case(case) for case in all_pairs(seed=11)]
 
 def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
     graph.deselect_engines(["hopper"])
+    select_split(graph)
     graph.build()
     if graph.selected_engine != "triton":
         verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")

@@ -9,6 +9,7 @@ import torch
 
 import tilewright as tw
 from attention_cases.case import Case
+from tilewright.graph.enums import knob_type
 from tilewright.oracle import evaluate, layout
 from tilewright.oracle.tolerances import default_tolerance
 from tilewright.testing import assert_close
@@ -305,6 +306,14 @@ class Declared:
                 (tensor.dim[1], rows, tensor.dim[3]), tensor.stride[1:], GUARD + start
             ).fill_(True)
         assert torch.isnan(raw[~touched]).all(), f"{name} of {self.case}: bytes beside it changed"
+
+
+def select_split(graph: Any) -> None:
+    """Select the plan in which keys are split, if there is one, wherever it is ranked."""
+    for index, plan in enumerate(graph.plans):
+        if plan.engine_name == "triton" and dict(plan.knobs).get(knob_type.SPLIT_K, 0) > 1:
+            graph.select_plan(index)
+            return
 
 
 def _on(buffer: torch.Tensor, device: str) -> torch.Tensor:
