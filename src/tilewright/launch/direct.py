@@ -50,6 +50,7 @@ class DirectCalls:
         self._needs_aligned = frozenset(needs_aligned)
         self._functions: dict[tuple[Any, ...], DirectCall] = {}
         self._binds: dict[tuple[Any, ...], DirectBind] = {}
+        self._seen: set[tuple[str, tuple[Any, ...]]] = set()
         self.current: DirectCall = _declined
 
     def other(self, pack: Any, workspace: Any, stream: Any) -> bool:
@@ -59,7 +60,7 @@ class DirectCalls:
         keys = tuple(pack)
         function = self._functions.get(keys)
         if function is None:
-            if len(self._functions) >= _MAX_FUNCTIONS:
+            if len(self._functions) >= _MAX_FUNCTIONS or self._is_first("call", keys):
                 return False
             order = self._binder.order_of(keys)
             if order is None:
@@ -73,6 +74,17 @@ class DirectCalls:
         self.current = function
         return function(pack, workspace, stream)
 
+    def _is_first(self, what: str, keys: tuple[Any, ...]) -> bool:
+        """True if nothing was asked with these keys yet: making a function takes many calls' time.
+
+        So the first call of a plan, of which many have no other, goes the general way.
+        """
+        if (what, keys) in self._seen:
+            return False
+        if len(self._seen) < _MAX_PLAIN:
+            self._seen.add((what, keys))
+        return True
+
     def bind(self, pack: Any, workspace: Any) -> BoundPlan | None:
         """A plain call's parameters in blocks of its own; None if the call is not plain."""
         if type(pack) is not dict:
@@ -80,7 +92,7 @@ class DirectCalls:
         keys = tuple(pack)
         function = self._binds.get(keys)
         if function is None:
-            if len(self._binds) >= _MAX_FUNCTIONS:
+            if len(self._binds) >= _MAX_FUNCTIONS or self._is_first("bind", keys):
                 return None
             order = self._binder.order_of(keys)
             if order is None:

@@ -18,6 +18,7 @@ from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.executable import CudaExecutable
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.launch import driver_launch, prepared
+from tilewright.launch.direct import DirectCalls
 from tilewright.planning import built
 from tilewright.planning.plans import Plan
 
@@ -120,7 +121,11 @@ def make_kernel() -> Callable[..., PlannedKernel]:
 
 @pytest.fixture
 def build(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function (graph, plan, device) that builds a plan of made-up kernels."""
+    """Return a function (graph, plan, device) that builds a plan of made-up kernels.
+
+    Its calls go the short way from the first one on.
+    """
+    monkeypatch.setattr(DirectCalls, "_is_first", lambda *_: False)
 
     def make(graph: Any, plan: KernelPlan, device: Any = "cpu") -> built.BuiltPlan:
         graph.validate()

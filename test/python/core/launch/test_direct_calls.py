@@ -15,10 +15,13 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.compiled.planned import KernelPlan
+from tilewright.launch.direct import DirectCalls
 from tilewright.launch.prepared import Constant, HostScalar, Operand, Scratch
 
 pytestmark = pytest.mark.L0
 
+# The fixture takes its place.
+is_first = DirectCalls._is_first
 ROWS, WIDTH = 4, 16
 STEPS = 300
 
@@ -110,6 +113,26 @@ def test_one_call_fills_and_launches_as_declared(
     assert again.parameters == wanted and again.stream == 77
     assert moved.parameters[:8] == struct.pack("<Q", other["x"].data_ptr())
     assert built._direct.current is call and call(pack, None, None) is True
+
+
+def test_a_function_is_made_for_the_second_call(
+    fake_driver: Any, build: Any, make_kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = norm_graph()
+    built = build(graph, norm_plan(make_kernel, graph))
+    monkeypatch.setattr(DirectCalls, "_is_first", is_first)
+    pack = operands()
+    for number in range(3):
+        built.execute(pack)
+        built.bind(pack).launch()
+        executed, launched = fake_driver.take()
+        assert executed == launched
+        assert (len(built._direct._functions), len(built._direct._binds)) == (min(number, 1),) * 2
+    # Other keys are another function's.
+    by_uid = {t.uid: pack[t.name] for t in (*graph.inputs(), *graph.outputs()) if t.name in pack}
+    for number in range(2):
+        built.execute(by_uid)
+        assert len(built._direct._functions) == 1 + number
 
 
 def test_what_is_plain_runs_the_short_way_and_nothing_else_does(
