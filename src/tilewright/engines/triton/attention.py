@@ -18,7 +18,7 @@ import triton.language as tl
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
-from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
+from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length, tile_of
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
     add_forward_operands,
@@ -33,6 +33,9 @@ from tilewright.engines.triton.attention_config import (
     choose_config,
     choose_decode_config,
     cut,
+    general_config,
+    heads_at_a_time,
+    is_plain,
     power_of_two,
     ranked_configs,
 )
@@ -41,23 +44,27 @@ from tilewright.engines.triton.attention_decode import decode_plan
 from tilewright.engines.triton.attention_dropout import draws_kernel
 from tilewright.engines.triton.attention_loop import (
     attend,
-    attend_ahead,
     is_spoilt,
     load_piece,
+    note_rows,
     scalar_value,
 )
+from tilewright.engines.triton.attention_loop_plain import attend_ahead, attend_in_order
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, store_rows
+from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
+from tilewright.engines.triton.attention_specialized import is_dealt, specialized_plan
 from tilewright.engines.triton.rows import only_operation
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
+from tilewright.launch.tensor_maps import map_decline_reason
 
 
 @triton.jit
 def attention_forward(
-    q, k, v, k_map, v_map, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
-    len_q, len_kv, k_table, v_table,
+    q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
+    len_q, len_kv, k_table, v_table, spoilt,
     q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3, drop_scale, seed, offset,
     q_batch, q_head, q_row, q_col,
@@ -77,7 +84,7 @@ def attention_forward(
     stats_offset_step, smax_offset_step, ssum_offset_step,
     q_multiplier, k_multiplier, v_multiplier, o_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
-    batches, rows, keys, heads, group, left, right, slots,
+    batches, rows, keys, heads, group, left, right, slots, group_heads,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
     D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
@@ -89,7 +96,8 @@ def attention_forward(
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
-    IS_AHEAD: tl.constexpr, BATCH_BLOCK: tl.constexpr, MASKS_ALL: tl.constexpr,
+    IS_AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -100,12 +108,12 @@ def attention_forward(
     has_drop_mask: tl.constexpr = drop_mask is not None
 
     program = tl.program_id(0)
-    slot = program % slots
-    if LAST_FIRST:
-        # Under a causal mask the last rows take longest.
-        slot = slots - 1 - slot
     if BATCH_BLOCK > 0:
         # A slot for each tile that sequences really have; how many that are the device knows.
+        slot = program % slots
+        if LAST_FIRST:
+            # Under a causal mask the last rows take longest.
+            slot = slots - 1 - slot
         head = program // slots
         index = tl.arange(0, BATCH_BLOCK)
         counts = sequence_length(
@@ -117,10 +125,10 @@ def attention_forward(
         if batch >= batches:
             return
         tile = slot - tl.sum(tl.where(index == batch, ends - tiles, 0), 0)
+        both = batch * heads + head
     else:
-        tile = slot
-        head = (program // slots) % heads
-        batch = program // slots // heads
+        tile, both = tile_of(program, slots, group_heads, batches * heads, LAST_FIRST)
+        head, batch = both % heads, both // heads
     key_head = head // group
     count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
     count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
@@ -134,7 +142,10 @@ def attention_forward(
     q_at = row_offsets(
         row, q_offsets, batch, head, q_offset_step, q_multiplier, q_batch, q_head, q_row, UNIT
     )
-    query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
+    if q_map is not None:
+        query = tl.reshape(q_map.load([batch, head, first_row, 0]), (BLOCK_M, D_BLOCK))
+    else:
+        query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
     query_2 = query
     if D_BLOCK_2 > 0:
         query_2 = load_piece(q, q_at, in_rows, q_col, D_BLOCK, D_BLOCK_2, D, False, True)
@@ -219,8 +230,15 @@ def attention_forward(
             start, stop = full_start, full_end
         else:
             start, stop = full_end, end
-        if part == 0 and (not HAS_LEFT or MASKS_ALL):
+        if (part == 0 and not HAS_LEFT) or (part != 1 and MASKS_ALL):
             pass
+        elif IN_ORDER:
+            acc, total, top = attend_in_order(
+                acc, total, top, query, k_at, v_at, k_map, v_map, k_row, v_row, k_col, v_col,
+                batch, key_head, start, stop, row[:, None], count_kv, shift, left, right, factor,
+                D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT, len_kv is None,
+                part != 1 or MASKS_ALL,
+            )  # fmt: skip
         elif part == 1 and IS_AHEAD:
             if first < end:
                 acc, acc_2, total, top = attend_ahead(
@@ -245,7 +263,10 @@ def attention_forward(
             )  # fmt: skip
 
     # Values that a row does not see do not exist, NaN and infinity included; they are rare.
-    if HAS_LEFT or HAS_RIGHT or has_bias:
+    if spoilt is not None:
+        place = both.to(tl.int64) * (slots * BLOCK_M) + row
+        note_rows(spoilt, acc, place, in_rows)
+    elif HAS_LEFT or HAS_RIGHT or has_bias:
         if is_spoilt(acc, acc_2, DV_BLOCK_2 > 0):
             acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
             if DV_BLOCK_2 > 0:
@@ -288,7 +309,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """Tiles as knobs, the least cost first; of equal ones the better guess."""
     spec = read_spec(only_operation(graph, "attention"))
     notes, facts = frozenset({behavior_note.RUNTIME_COMPILATION}), facts_of(sm_count)
-    configs = ranked_configs(spec, sm_count)
+    configs = ranked_configs(spec, sm_count, deals_warps=is_dealt(spec))
     costs = [cost_us(spec, config, facts) for config in configs]
     if sm_count == INTERPRETED_SM_COUNT:
         # No device: tests there are of the plans that are guessed first.
@@ -315,13 +336,15 @@ def _plan(spec: AttentionSpec, slots: Mapping[int, int], knobs: Knobs, sm_count:
     if decode is not None and (knob_type.SPLIT_K in chosen or not knobs):
         config, make = decode.with_knobs(chosen), decode_plan
     else:
-        config, make = choose_config(spec, sm_count).with_knobs(chosen), _forward
+        config, make = choose_config(spec, sm_count, deals_warps=is_dealt(spec)), _forward
+        config = config.with_knobs(chosen)
     ports = ("q", "k", "v", "O")
     if not steps_in_vectors(spec, ports):
         return make(spec, slots, config, is_aligned=False)
     # What is there for a pointer that happens to be odd need not be quick to run.
-    plain = replace(config, is_ahead=config.is_ahead and not config.has_maps)
+    plain = general_config(spec, sm_count) if config.has_maps else config
     general = make(spec, slots, plain, is_aligned=False)
+    make = specialized_plan if config.is_specialized else make
     aligned = make(spec, slots, config, is_aligned=True)
     return replace(
         aligned,
@@ -337,9 +360,11 @@ def _forward(
     add_forward_operands(arguments, spec, is_aligned=is_aligned)
     slots_a_head = _packed_slots(spec, config.block_m)
     block, block_v = cut(spec.depth, config), cut(spec.depth_v, config)
-    plain = not (spec.changes_scores or spec.has_philox or spec.has_drop_mask)
-    plain = plain and not (spec.has_block_mask or spec.is_paged)
-    is_ahead = plain and arguments.constants["FOLDS_SCALE"]
+    has_own_loop = not (spec.changes_scores or spec.has_philox or spec.has_drop_mask)
+    has_own_loop = has_own_loop and not (spec.has_block_mask or spec.is_paged)
+    has_own_loop = has_own_loop and arguments.constants["FOLDS_SCALE"]
+    has_own_loop = has_own_loop and spec.data_type is not DataType.FLOAT
+    has_own_loop = has_own_loop and (config.is_ahead or config.is_in_order)
     arguments.constant(
         D_BLOCK=block[0],
         D_BLOCK_2=block[1],
@@ -348,18 +373,24 @@ def _forward(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         LAST_FIRST=spec.right is not None,
-        IS_AHEAD=is_ahead and config.is_ahead and spec.data_type is not DataType.FLOAT,
+        IS_AHEAD=has_own_loop and config.is_ahead,
+        IN_ORDER=has_own_loop and config.is_in_order,
         BATCH_BLOCK=0 if slots_a_head is None else power_of_two(spec.batch),
     )
     is_narrow = spec.left is not None and spec.right is not None
     is_narrow = is_narrow and spec.left + spec.right <= NARROW_BAND
-    arguments.constant(MASKS_ALL=is_narrow and arguments.constants["IS_AHEAD"])
-    is_mapped = is_aligned and config.has_maps and arguments.constants["IS_AHEAD"]
+    arguments.constant(MASKS_ALL=is_narrow and has_own_loop)
+    is_mapped = is_aligned and config.has_maps and has_own_loop
     if is_mapped and takes_tensor_maps(spec):
         arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block[0]))
         arguments.tensor_map("v_map", spec.ports["v"], (1, 1, config.block_n, block_v[0]))
     else:
         arguments.constant(k_map=None, v_map=None)
+    is_mapped = is_mapped and config.is_in_order and not spec.is_ragged("q")
+    if is_mapped and map_decline_reason(spec.ports["q"]) is None:
+        arguments.tensor_map("q_map", spec.ports["q"], (1, 1, config.block_m, block[0]))
+    else:
+        arguments.constant(q_map=None)
     tiles = triton.cdiv(spec.rows, config.block_m)
     if slots_a_head is None:
         arguments.extent("slots", tiles)
@@ -367,7 +398,15 @@ def _forward(
     else:
         arguments.extent("slots", slots_a_head)
         grid = (slots_a_head * spec.heads_q, 1, 1)
-    return KernelPlan((arguments.planned(attention_forward, grid, config.warps, config.stages),))
+    arguments.extent("group_heads", heads_at_a_time(spec))
+    notes = notes_of(spec, tiles * config.block_m)
+    is_noted = has_own_loop and bool(notes) and is_plain(spec) and not block_v[1]
+    arguments.scratch("spoilt", "*i32", 0 if is_noted else None)
+    kernel = arguments.planned(attention_forward, grid, config.warps, config.stages)
+    if not is_noted:
+        return KernelPlan((kernel,))
+    repair = repair_kernel(spec, slots, config, tiles * config.block_m, is_aligned=is_aligned)
+    return KernelPlan((kernel, repair), notes)
 
 
 def _with_draws(made: KernelPlan, draws: PlannedKernel) -> KernelPlan:

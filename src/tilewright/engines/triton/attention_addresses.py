@@ -37,3 +37,19 @@ def row_offsets(
     """Elements from an operand's first to rows of (batch, head), int64; steps in UNIT elements."""
     start = sequence_start(offsets, batch, offset_step, multiplier, batch_step, offsets is not None)
     return (start + head.to(tl.int64) * head_step + row.to(tl.int64) * row_step) * UNIT
+
+
+@triton.jit
+def tile_of(number, tiles, group_heads, all_heads, LAST_FIRST: tl.constexpr):
+    """(tile, head of all batches) of a number: ``group_heads`` heads at a time.
+
+    With LAST_FIRST the last tiles of all of them come first: under a causal mask they take longest.
+    """
+    unit = group_heads * tiles
+    first_head = number // unit * group_heads
+    within = number % unit
+    some = tl.minimum(group_heads, all_heads - first_head)
+    tile = within // some
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, first_head + within % some

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewright.dtypes import DataType
@@ -75,6 +75,28 @@ class KernelArguments:
         row_bytes = box[-1] * tensor.data_type.bits // 8
         swizzle_bytes = min(row_bytes, MAX_SWIZZLE_BYTES)
         self.values[name] = tensor_map(tensor, self.slots[tensor.uid], box, swizzle_bytes)
+
+    def row_map(self, name: str, tensor: Tensor, block_m: int, width: int) -> None:
+        """Rows of an operand for a compiler that moves the second half of them itself.
+
+        The box is (1, 1, 1, block_m, width), of which the compiler brings half the rows at a time,
+        the second half by half a box further along the first axis. So the first axis steps by rows
+        as the fourth does, and the half that a copy brings may not pass the operand's end.
+        """
+        half = block_m // 2
+        if tensor.dim[2] % half:
+            raise ValueError(f"{tensor.dim[2]} rows are not whole copies of {half}")
+        self.types[name] = (
+            f"tensordesc<{TRITON_TYPES[tensor.data_type]}[1, 1, 1, {block_m}, {width}]>"
+        )
+        made = tensor_map(tensor, self.slots[tensor.uid], (1, 1, half, width), MAX_SWIZZLE_BYTES)
+        batch, head, row, col = made.stride
+        self.values[name] = replace(
+            made,
+            dim=(made.dim[2], made.dim[0], made.dim[1], half, made.dim[3]),
+            stride=(row, batch, head, row, col),
+            box=(1, 1, 1, half, made.box[3]),
+        )
 
     def extent(self, name: str, value: int) -> None:
         """A count, int32, never part of the code."""

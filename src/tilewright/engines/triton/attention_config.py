@@ -20,6 +20,12 @@ INTERPRETED_SM_COUNT = 4
 # Few queries: at most this many, and so many with all heads of a key head.
 MAX_DECODE_ROWS = 16
 MAX_PACKED_ROWS = 64
+# A warp group of SM90, and the rows that it multiplies at a time.
+GROUP_WARPS, GROUP_ROWS = 4, 64
+# With more stages the compiler's deal gave wrong results on an H200 (Triton 3.6).
+MAX_DEALT_STAGES = 2
+# Keys and values of heads that are worked on side by side: half of SM90's second-level cache.
+CACHED_BYTES = 24 * 2**20
 # A band of at most so many keys is masked throughout, where a wider one is at its edges only.
 NARROW_BAND = 2048
 # Programs that share a multiprocessor where keys are split.
@@ -40,6 +46,7 @@ class ForwardConfig:
     no combination behind it, and 0 is the kernel that does not pack queries of several heads.
     ``is_ahead``: a block's product is begun before the softmax of the one before it, which pays
     where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
+    ``programs``: multiprocessors for the kernel whose warp groups load or compute; 0 is another.
     """
 
     block_m: int
@@ -48,7 +55,14 @@ class ForwardConfig:
     stages: int
     splits: int = 0
     is_ahead: bool = False
+    is_in_order: bool = False
     has_maps: bool = False
+    programs: int = 0
+
+    @property
+    def is_specialized(self) -> bool:
+        """True if a warp group loads and two compute (``attention_specialized.py``)."""
+        return self.programs > 0
 
     def knobs(self) -> Knobs:
         """The same as knobs."""
@@ -58,11 +72,14 @@ class ForwardConfig:
             (knob_type.WARPS, self.warps),
             (knob_type.STAGES, self.stages),
         )
+        if self.programs:
+            # Rows of a warp group that computes.
+            return (*knobs, (knob_type.ROW_BLOCK, GROUP_ROWS))
         return (*knobs, (knob_type.SPLIT_K, self.splits)) if self.splits else knobs
 
     def with_knobs(self, knobs: Mapping[knob_type, int]) -> ForwardConfig:
         """This config with what the knobs say."""
-        return replace(
+        made = replace(
             self,
             block_m=knobs.get(knob_type.TILE_M, self.block_m),
             block_n=knobs.get(knob_type.TILE_N, self.block_n),
@@ -70,6 +87,12 @@ class ForwardConfig:
             stages=knobs.get(knob_type.STAGES, self.stages),
             splits=knobs.get(knob_type.SPLIT_K, self.splits),
         )
+        is_tile = made.warps == GROUP_WARPS and made.block_m == 2 * GROUP_ROWS
+        is_dealt = is_tile and self.programs > 0 and made.stages <= MAX_DEALT_STAGES
+        if not made.has_maps or (is_dealt and (knob_type.ROW_BLOCK in knobs or not knobs)):
+            return made
+        # Few warps hold a whole tile: two programs share a multiprocessor.
+        return replace(made, programs=0, is_in_order=is_tile, is_ahead=not is_tile)
 
 
 def power_of_two(value: int) -> int:
@@ -100,28 +123,91 @@ def whole(size: int) -> int:
     return max(power_of_two(size), MIN_BLOCK)
 
 
-def choose_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
-    """The tile for a declaration, by head size and by what the device is known to hold."""
+def is_plain(spec: AttentionSpec) -> bool:
+    """True for plain scores of whole dense sequences, whose rows ``attention_repair`` can make."""
+    if spec.changes_scores or spec.has_philox or spec.has_drop_mask or spec.has_block_mask:
+        return False
+    if spec.is_paged or spec.len_q is not None or spec.len_kv is not None:
+        return False
+    if any(spec.is_ragged(port) for port in spec.ports) or spec.data_type is DataType.FLOAT:
+        return False
+    # Only a positive factor may be taken out of the maximum.
+    return spec.scale is not None and spec.scale > 0.0
+
+
+def takes_warp_groups(spec: AttentionSpec) -> bool:
+    """True if the kernel of warp groups serves the declaration, and pays."""
+    # A warp group's rows lie all within the operand, or all beyond it.
+    has_rows = spec.rows > GROUP_ROWS and spec.rows % GROUP_ROWS == 0
+    return is_plain(spec) and has_rows and min(whole(spec.depth), whole(spec.depth_v)) >= 128
+
+
+def heads_at_a_time(spec: AttentionSpec) -> int:
+    """Query heads of which tiles are worked on side by side, before those of the next heads.
+
+    Under a causal mask, whose tiles of one head take different times, as many as have keys and
+    values that stay in the second-level cache together.
+    """
+    if spec.right is None:
+        return 1
+    width = whole(spec.depth) + whole(spec.depth_v)
+    head_bytes = max(spec.keys, 1) * width * spec.data_type.bits // 8
+    heads = max(1, CACHED_BYTES // head_bytes) * spec.group
+    return min(heads, spec.batch * spec.heads_q)
+
+
+def choose_config(
+    spec: AttentionSpec, sm_count: int, *, deals_warps: bool = False
+) -> ForwardConfig:
+    """The tile for a declaration, by head size and by what the device is known to hold.
+
+    ``deals_warps``: the compiler deals loops to warp groups, and tensor maps take the operands.
+    """
     if sm_count in _SM90_MULTIPROCESSORS:
-        return replace(_tile(spec, has_room=True), is_ahead=True, has_maps=True)
+        width = max(whole(spec.depth), whole(spec.depth_v))
+        if deals_warps and takes_warp_groups(spec):
+            tile = ForwardConfig(2 * GROUP_ROWS, 128 if width <= 128 else 64, GROUP_WARPS, 2)
+            return replace(tile, is_ahead=True, has_maps=True, programs=sm_count)
+        if is_plain(spec) and spec.rows > 64 and width <= 64:
+            # Two programs a multiprocessor, of which one multiplies beside the other's softmax.
+            return ForwardConfig(128, 64, 4, 3, is_in_order=True, has_maps=True)
+        tile = _tile(spec, has_room=True)
+        if is_plain(spec) and spec.rows > 64:
+            # Hidden values are marked by a kernel of its own: sums have room.
+            tile = replace(tile, block_m=128)
+        return replace(tile, is_ahead=True, has_maps=True)
     if sm_count == INTERPRETED_SM_COUNT:
         # So that the same loop is tested without a GPU.
         return replace(_tile(spec, has_room=False), is_ahead=True)
     return _tile(spec, has_room=sm_count in _SM100_MULTIPROCESSORS)
 
 
-def ranked_configs(spec: AttentionSpec, sm_count: int) -> list[ForwardConfig]:
+def general_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
+    """The tile for what takes no tensor map, as pointers that happen to be odd: any loop."""
+    if sm_count in _SM90_MULTIPROCESSORS:
+        return replace(_tile(spec, has_room=True), has_maps=True)
+    return choose_config(spec, sm_count)
+
+
+def ranked_configs(
+    spec: AttentionSpec, sm_count: int, *, deals_warps: bool = False
+) -> list[ForwardConfig]:
     """Configs for a declaration, the best guess first; autotuning times them all."""
-    decode, whole_loop = choose_decode_config(spec, sm_count), choose_config(spec, sm_count)
+    decode = choose_decode_config(spec, sm_count)
+    whole_loop = choose_config(spec, sm_count, deals_warps=deals_warps)
     ranked = [whole_loop]
     if decode is not None:
         ranked = [decode, whole_loop]
         if decode.splits > 1:
             # Twice as many runs, and none, where lengths are more or less even than guessed.
             ranked += [replace(decode, splits=2 * decode.splits), replace(decode, splits=1)]
+    elif whole_loop.is_specialized:
+        ranked.append(choose_config(spec, sm_count))
     elif whole_loop.block_m == 128:
-        ranked.append(replace(whole_loop, stages=max(whole_loop.stages - 1, 2)))
-        ranked.append(replace(whole_loop, block_m=64, warps=4, stages=2))
+        fewer = {knob_type.STAGES: max(whole_loop.stages - 1, 2)}
+        smaller = {knob_type.TILE_M: 64, knob_type.WARPS: 4, knob_type.STAGES: 2}
+        ranked += [whole_loop.with_knobs({**dict(whole_loop.knobs()), **fewer})]
+        ranked += [whole_loop.with_knobs(smaller)]
     return list(dict.fromkeys(ranked))
 
 

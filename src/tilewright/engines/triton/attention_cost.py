@@ -33,7 +33,8 @@ class DeviceFacts:
     ``turn_us + wait_us / stages``. A program of few warps starts in ``start_us``, one of eight in
     ``start_of_eight_us``. Scores of a tile of fewer than 128 rows cost ``small_tile_factor`` more,
     the first ``ramp_us`` of reading twice, and a masked block as much as another one. A combination
-    takes ``combine_us`` and ``combine_run_us`` a run.
+    takes ``combine_us`` and ``combine_run_us`` a run. Where warp groups take turns, scores cost
+    ``dealt_factor`` of that.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DeviceFacts:
     small_tile_factor: float = 1.3
     cache_factor: float = 2.0
     ramp_us: float = 6.0
+    dealt_factor: float = 0.8
     combine_us: float = 4.2
     combine_run_us: float = 0.23
 
@@ -101,7 +103,8 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
     programs = tiles * spec.batch * spec.heads_q
     mean, longest = turns_of(spec, config)
     at_once = min(_programs_at_once(spec, config, facts), -(-programs // facts.multiprocessors))
-    start = facts.start_us if config.warps < 8 else facts.start_of_eight_us
+    is_large = config.warps >= 8 or config.is_specialized
+    start = facts.start_of_eight_us if is_large else facts.start_us
     turn = _turn_us(spec, config, facts, at_once)
     rounds = -(-programs // (facts.multiprocessors * at_once))
     work = max(rounds * (start + mean * turn), start + longest * turn)
@@ -154,6 +157,8 @@ def _turn_us(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts, at_
     score_us += 1.0 / facts.exponentials_a_us
     if config.block_m < 128:
         score_us *= facts.small_tile_factor
+    if config.is_specialized:
+        score_us *= facts.dealt_factor
     waits = facts.turn_us + facts.wait_us / config.stages
     return max(waits, config.block_m * config.block_n * score_us * at_once)
 
@@ -168,6 +173,8 @@ def _programs_at_once(spec: AttentionSpec, config: ForwardConfig, facts: DeviceF
     element = spec.data_type.bits // 8
     used = element * config.block_m * power_of_two(spec.depth)
     used += config.block_n * _bytes_a_key(spec) * max(config.stages - 1, 1)
+    if config.is_specialized:
+        return 1
     by_memory = facts.shared_kib * 1024 // max(used, 1)
     return max(1, min(by_memory, _WARPS_AT_ONCE // config.warps))
 

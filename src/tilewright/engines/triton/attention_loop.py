@@ -148,6 +148,13 @@ def is_spoilt(acc, acc_2, HAS_SECOND: tl.constexpr):
 
 
 @triton.jit
+def note_rows(notes, acc, place, in_rows):
+    """Note of each row whether its sums are not finite, for ``attention_repair``."""
+    is_finite = (tl.abs(acc) < float("inf")).to(tl.int32)
+    tl.store(notes + place, ((tl.min(is_finite, 1) == 0) & in_rows).to(tl.int32))
+
+
+@triton.jit
 def attend(
     acc,
     acc_2,
@@ -316,121 +323,4 @@ def attend(
                 )
                 acc_2 = add_product(weights, v_2, is_seen, acc_2, CHECKS)
         k_number, v_number = next_k, next_v
-    return acc, acc_2, total, top
-
-
-@triton.jit
-def raw_scores(
-    q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first, len_kv,
-    D: tl.constexpr, D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr, BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """q k^T for the keys of one block, through a tensor map if there is one.
-
-    Keys beyond the length may be anything in bounds of the operand; their scores are not used.
-    """
-    if k_map is not None:
-        block = k_map.load([batch, key_head, first, 0])
-        k = tl.reshape(block, (BLOCK_N, D_BLOCK)).T
-    else:
-        within = tl.arange(0, BLOCK_N)
-        token = within.to(tl.int64) * k_row * UNIT
-        at = k_at + first.to(tl.int64) * k_row * UNIT
-        k = load_piece(at, token, first + within < len_kv, k_col, 0, D_BLOCK, D, True, True)
-    score = dot(q, k, tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-    if D_BLOCK_2 > 0:
-        k_2 = load_piece(
-            at, token, first + within < len_kv, k_col, D_BLOCK, D_BLOCK_2, D, True, True
-        )
-        score = dot(q_2, k_2, score)
-    return score
-
-
-@triton.jit
-def attend_ahead(
-    acc, acc_2, total, top, q, q_2, k_at, v_at, k_map, v_map, k_row, v_row, k_col, v_col,
-    batch, key_head, start, stop, end, row, len_kv, shift, left, right, scale,
-    D: tl.constexpr, DV: tl.constexpr,
-    D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
-    DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
-    MASKS_ALL: tl.constexpr,
-):  # fmt: skip
-    """Keys [start, end) of plain scores, those of [start, stop) seen by every row; as ``attend``.
-
-    The product for a block is begun before the softmax of the one before it, so that tensor cores
-    work while exponentials are taken. ``scale`` is positive and in base 2. IS_WHOLE: no length
-    is given, so that what is beyond the last key is beyond the operand, where a map gives 0.
-    MASKS_ALL: the band is so narrow that masks everywhere cost less than loops of their own at the
-    edges; ``stop`` is ``end`` then.
-    """
-    within = tl.arange(0, BLOCK_N)
-    v_token = within.to(tl.int64) * v_row * UNIT
-    score = raw_scores(
-        q, q_2, k_at, k_map, k_row, k_col, batch, key_head, start, len_kv,
-        D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
-    )  # fmt: skip
-    for first in range(start, stop, BLOCK_N):
-        first = core.to_tensor(first)
-        next_score = raw_scores(
-            q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
-            D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
-        )  # fmt: skip
-        if MASKS_ALL:
-            seen = visible(
-                row, (first + within)[None, :], 2147483647, len_kv, shift, left, right,
-                HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-            score = tl.where(seen, score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        level = new_top
-        if MASKS_ALL:
-            level = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(score * scale - level[:, None])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, 1)
-        top = new_top
-        acc = acc * fade[:, None]
-        if v_map is not None:
-            v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
-        else:
-            at = v_at + first.to(tl.int64) * v_row * UNIT
-            in_keys = first + within < len_kv
-            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, MASKS_ALL)
-        acc = dot(weights.to(v.dtype), v, acc)
-        if DV_BLOCK_2 > 0:
-            v_2 = load_piece(
-                at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, MASKS_ALL
-            )
-            acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
-        score = next_score
-    for first in range(stop, end, BLOCK_N):
-        first = core.to_tensor(first)
-        col = first + within
-        seen = visible(
-            row, col[None, :], 2147483647, len_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
-        )
-        score = tl.where(seen, score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        level = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(score * scale - level[:, None])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, 1)
-        top = new_top
-        if v_map is not None and IS_WHOLE:
-            v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
-        else:
-            at = v_at + first.to(tl.int64) * v_row * UNIT
-            in_keys = col < len_kv
-            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, True)
-        acc = dot(weights.to(v.dtype), v, acc * fade[:, None])
-        if DV_BLOCK_2 > 0:
-            v_2 = load_piece(at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, True)
-            acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
-        if first + BLOCK_N < end:
-            score = raw_scores(
-                q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
-                D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
-            )  # fmt: skip
     return acc, acc_2, total, top

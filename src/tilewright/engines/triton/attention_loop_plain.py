@@ -1,0 +1,177 @@
+"""Loops of attention forward for plain scores, scaled and masked by lengths and a band alone.
+
+The sums are those of ``attention_loop.py``. Products for tensor cores that work beside a softmax:
+of the same program (``attend_ahead``), or of another one on the same multiprocessor
+(``attend_in_order``).
+"""
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+from tilewright.engines.compiled.bf16 import dot
+from tilewright.engines.triton.attention_loop import load_piece
+from tilewright.engines.triton.attention_masks import visible
+
+
+@triton.jit
+def raw_scores(
+    q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first, len_kv,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """q k^T for the keys of one block, through a tensor map if there is one.
+
+    Keys beyond the length may be anything in bounds of the operand; their scores are not used.
+    """
+    if k_map is not None:
+        block = k_map.load([batch, key_head, first, 0])
+        k = tl.reshape(block, (BLOCK_N, D_BLOCK)).T
+    else:
+        within = tl.arange(0, BLOCK_N)
+        token = within.to(tl.int64) * k_row * UNIT
+        at = k_at + first.to(tl.int64) * k_row * UNIT
+        k = load_piece(at, token, first + within < len_kv, k_col, 0, D_BLOCK, D, True, True)
+    score = dot(q, k, tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+    if D_BLOCK_2 > 0:
+        k_2 = load_piece(
+            at, token, first + within < len_kv, k_col, D_BLOCK, D_BLOCK_2, D, True, True
+        )
+        score = dot(q_2, k_2, score)
+    return score
+
+
+@triton.jit
+def attend_ahead(
+    acc, acc_2, total, top, q, q_2, k_at, v_at, k_map, v_map, k_row, v_row, k_col, v_col,
+    batch, key_head, start, stop, end, row, len_kv, shift, left, right, scale,
+    D: tl.constexpr, DV: tl.constexpr,
+    D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
+    DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
+):  # fmt: skip
+    """Keys [start, end) of plain scores, those of [start, stop) seen by every row; as ``attend``.
+
+    The product for a block is begun before the softmax of the one before it, so that tensor cores
+    work while exponentials are taken. ``scale`` is positive and in base 2. IS_WHOLE: no length
+    is given, so that what is beyond the last key is beyond the operand, where a map gives 0.
+    MASKS_ALL: the band is so narrow that masks everywhere cost less than loops of their own at the
+    edges; ``stop`` is ``end`` then.
+    """
+    within = tl.arange(0, BLOCK_N)
+    v_token = within.to(tl.int64) * v_row * UNIT
+    score = raw_scores(
+        q, q_2, k_at, k_map, k_row, k_col, batch, key_head, start, len_kv,
+        D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
+    )  # fmt: skip
+    for first in range(start, stop, BLOCK_N):
+        first = core.to_tensor(first)
+        next_score = raw_scores(
+            q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
+            D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
+        )  # fmt: skip
+        if MASKS_ALL:
+            seen = visible(
+                row, (first + within)[None, :], 2147483647, len_kv, shift, left, right,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            score = tl.where(seen, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        level = new_top
+        if MASKS_ALL:
+            level = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(score * scale - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        top = new_top
+        acc = acc * fade[:, None]
+        if v_map is not None:
+            v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
+        else:
+            at = v_at + first.to(tl.int64) * v_row * UNIT
+            in_keys = first + within < len_kv
+            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, MASKS_ALL)
+        acc = dot(weights.to(v.dtype), v, acc)
+        if DV_BLOCK_2 > 0:
+            v_2 = load_piece(
+                at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, MASKS_ALL
+            )
+            acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
+        score = next_score
+    for first in range(stop, end, BLOCK_N):
+        first = core.to_tensor(first)
+        col = first + within
+        seen = visible(
+            row, col[None, :], 2147483647, len_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
+        )
+        score = tl.where(seen, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        level = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(score * scale - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        top = new_top
+        if v_map is not None and IS_WHOLE:
+            v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
+        else:
+            at = v_at + first.to(tl.int64) * v_row * UNIT
+            in_keys = col < len_kv
+            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, True)
+        acc = dot(weights.to(v.dtype), v, acc * fade[:, None])
+        if DV_BLOCK_2 > 0:
+            v_2 = load_piece(at, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, True)
+            acc_2 = dot(weights.to(v.dtype), v_2, acc_2 * fade[:, None])
+        if first + BLOCK_N < end:
+            score = raw_scores(
+                q, q_2, k_at, k_map, k_row, k_col, batch, key_head, first + BLOCK_N, len_kv,
+                D, D_BLOCK, D_BLOCK_2, BLOCK_N, UNIT,
+            )  # fmt: skip
+    return acc, acc_2, total, top
+
+
+@triton.jit
+def attend_in_order(
+    acc, total, top, q, k_at, v_at, k_map, v_map, k_row, v_row, k_col, v_col,
+    batch, key_head, start, stop, row, len_kv, shift, left, right, scale,
+    D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [start, stop) of plain scores, one product after the other; as ``attend``.
+
+    For tiles of few warps, of which two share a multiprocessor: one multiplies while the other
+    takes exponentials. ``scale`` and IS_WHOLE are those of ``attend_ahead``.
+    """
+    within = tl.arange(0, BLOCK_N)
+    v_token = within.to(tl.int64) * v_row * UNIT
+    for first in range(start, stop, BLOCK_N):
+        first = core.to_tensor(first)
+        score = raw_scores(
+            q, q, k_at, k_map, k_row, k_col, batch, key_head, first, len_kv,
+            D, D_BLOCK, 0, BLOCK_N, UNIT,
+        )  # fmt: skip
+        if IS_MASKED:
+            seen = visible(
+                row, (first + within)[None, :], 2147483647, len_kv, shift, left, right,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            score = tl.where(seen, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        level = new_top
+        if IS_MASKED:
+            level = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(score * scale - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        top = new_top
+        if v_map is not None and (IS_WHOLE or not IS_MASKED):
+            v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
+        else:
+            at = v_at + first.to(tl.int64) * v_row * UNIT
+            in_keys = first + within < len_kv
+            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, IS_MASKED)
+        acc = dot(weights.to(v.dtype), v, acc * fade[:, None])
+    return acc, total, top

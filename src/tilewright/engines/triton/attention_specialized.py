@@ -1,0 +1,254 @@
+"""Attention forward on SM90 with a warp group that loads and two that compute.
+
+The same sums as ``attention.py``, for plain scores of dense operands. The compiler deals the kernel
+to warp groups: one issues the copies of keys and values, two have half of a tile's rows each. They
+meet at no barrier, so that one multiplies while the other takes exponentials. It does so for one
+loop over keys a tile and for no branches, hence:
+
+- every block of keys is masked alike (``limit`` and ``floor`` of a row), full ones too;
+- values that a row must not see are not looked for here. Each row notes if its sums are not finite,
+  and where masks hide keys ``attention_repair`` makes the tiles of such rows again;
+- the rows of Q come through a map that has them on two axes, since the compiler moves the second
+  half of the rows along the first axis.
+
+Programs are as many as multiprocessors where shared memory has room for the next tile's queries.
+Source: FlashAttention-3 (Shah et al. 2024) for warp groups that alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+from tilewright.engines.compiled.bf16 import dot
+from tilewright.engines.compiled.planned import KernelPlan
+from tilewright.engines.triton.attention_addresses import row_offsets, tile_of
+from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
+from tilewright.engines.triton.attention_config import ForwardConfig, heads_at_a_time, whole
+from tilewright.engines.triton.attention_loop import load_piece, note_rows, scalar_value
+from tilewright.engines.triton.attention_masks import LOG2_E
+from tilewright.engines.triton.attention_output import join_sink, store_rows
+from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
+from tilewright.engines.triton.attention_spec import AttentionSpec
+from tilewright.launch.tensor_maps import map_decline_reason
+
+# Compilers whose deal of warps is known to be right and quick; later ones refuse the map of Q.
+_COMPILERS = ("3.6.",)
+SHARED_BYTES = 227 * 1024
+_MANY = 2**31 - 1
+
+
+@triton.jit
+def attend_tile(
+    tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+    q_batch, q_head, q_row, q_col,
+    k_batch, k_head, k_row, k_col,
+    v_batch, v_head, v_row, v_col,
+    o_batch, o_head, o_row, o_col,
+    stats_batch, stats_head, stats_row,
+    smax_batch, smax_head, smax_row,
+    ssum_batch, ssum_head, ssum_row,
+    sink_head,
+    factor, rows, keys, heads, group, left, right, shift, tiles, zero,
+    D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKS_END: tl.constexpr,
+    STATS_LOG2: tl.constexpr,
+):  # fmt: skip
+    head, batch = both % heads, both // heads
+    key_head = head // group
+    first_row = tile * BLOCK_M
+    row = first_row + tl.arange(0, BLOCK_M)
+    in_rows = row < rows
+    if q_map is not None:
+        # A number of its own: the compiler moves what it is given, for all uses of that number.
+        query = tl.reshape(q_map.load([first_row + zero, batch, head, 0, 0]), (BLOCK_M, D_BLOCK))
+    else:
+        at = row_offsets(row, None, batch, head, 0, 1, q_batch, q_head, q_row, UNIT)
+        query = load_piece(q, at, in_rows, q_col, 0, D_BLOCK, D, False, True)
+    start = 0
+    end = keys
+    if HAS_RIGHT:
+        end = tl.minimum(keys, first_row + BLOCK_M + shift + right)
+    if HAS_LEFT:
+        start = tl.maximum(first_row + shift - left + 1, 0) // BLOCK_N * BLOCK_N
+    within = tl.arange(0, BLOCK_N)
+    if k_map is None:
+        k_at = k + row_offsets(tile * 0, None, batch, key_head, 0, 1, k_batch, k_head, 0, UNIT)
+        v_at = v + row_offsets(tile * 0, None, batch, key_head, 0, 1, v_batch, v_head, 0, UNIT)
+
+    acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    for first in tl.range(start, end, BLOCK_N, warp_specialize=k_map is not None):
+        first = core.to_tensor(first)
+        if k_map is not None:
+            block = tl.reshape(k_map.load([batch, key_head, first, 0]), (BLOCK_N, D_BLOCK)).T
+        else:
+            key = first + within
+            at = key.to(tl.int64) * k_row * UNIT
+            block = load_piece(k_at, at, key < keys, k_col, 0, D_BLOCK, D, True, True)
+        score = dot(query, block, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        # A row sees the columns between its bounds; compared with numbers that a lane knows.
+        if HAS_RIGHT or MASKS_END:
+            last = keys - 1 - first
+            if HAS_RIGHT:
+                last = tl.minimum(row + (shift + right), keys - 1)[:, None] - first
+            seen = within[None, :] <= last
+            if HAS_LEFT:
+                seen = seen & (within[None, :] > (row + (shift - left))[:, None] - first)
+            score = tl.where(seen, score, -float("inf"))
+        elif HAS_LEFT:
+            seen = within[None, :] > (row + (shift - left))[:, None] - first
+            score = tl.where(seen, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * factor)
+        level = new_top
+        if HAS_LEFT or HAS_RIGHT:
+            level = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(score * factor - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        top = new_top
+        acc = acc * fade[:, None]
+        if v_map is not None:
+            values = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
+        else:
+            at = within.to(tl.int64) * v_row * UNIT + first.to(tl.int64) * v_row * UNIT
+            values = load_piece(
+                v_at, at, first + within < keys, v_col, 0, DV_BLOCK, DV, False, True
+            )
+        acc = dot(weights.to(values.dtype), values, acc)
+
+    if spoilt is not None:
+        note_rows(spoilt, acc, both.to(tl.int64) * (tiles * BLOCK_M) + row, in_rows)
+    if sink is not None:
+        level = tl.load(sink + head.to(tl.int64) * sink_head)
+        acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
+    store_rows(
+        acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_rows,
+        o, stats, smax, ssum, None, None, None, None,
+        o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+        smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
+        0, 0, 0, 0, 1, 1, 1, 1,
+        DV, DV_BLOCK, 0, O_UNIT, STATS_LOG2,
+    )  # fmt: skip
+
+
+@triton.jit
+def attention_forward_specialized(
+    q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+    scale,
+    q_batch, q_head, q_row, q_col,
+    k_batch, k_head, k_row, k_col,
+    v_batch, v_head, v_row, v_col,
+    o_batch, o_head, o_row, o_col,
+    stats_batch, stats_head, stats_row,
+    smax_batch, smax_head, smax_row,
+    ssum_batch, ssum_head, ssum_row,
+    sink_head,
+    rows, keys, heads, group, left, right, tiles, group_heads, all_heads, zero,
+    D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    MASKS_END: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
+    IS_PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    factor = scalar_value(scale).to(tl.float32) * LOG2_E
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = keys - rows
+    if IS_PERSISTENT:
+        # The tiles of a head in pairs of a long and a short one, where later rows see more.
+        units = tiles
+        if LAST_FIRST:
+            units = tl.cdiv(tiles, 2)
+        programs = tl.num_programs(0)
+        steps = tl.cdiv(units * all_heads - tl.program_id(0), programs)
+        if LAST_FIRST:
+            steps = steps * 2
+        for step in tl.range(0, steps):
+            if LAST_FIRST:
+                unit = tl.program_id(0) + step // 2 * programs
+                tile = tl.where(step % 2 == 0, tiles - 1 - unit % units, unit % units)
+            else:
+                unit = tl.program_id(0) + step * programs
+                tile = unit % units
+            both = unit // units
+            attend_tile(
+                tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+                q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
+                v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
+                stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
+                ssum_batch, ssum_head, ssum_row, sink_head,
+                factor, rows, keys, heads, group, left, right, shift, tiles, zero,
+                D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
+                HAS_LEFT, HAS_RIGHT, MASKS_END, STATS_LOG2,
+            )  # fmt: skip
+    else:
+        tile, both = tile_of(tl.program_id(0), tiles, group_heads, all_heads, LAST_FIRST)
+        attend_tile(
+            tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+            q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
+            v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
+            stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
+            ssum_batch, ssum_head, ssum_row, sink_head,
+            factor, rows, keys, heads, group, left, right, shift, tiles, zero,
+            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
+            HAS_LEFT, HAS_RIGHT, MASKS_END, STATS_LOG2,
+        )  # fmt: skip
+
+
+def is_dealt(spec: AttentionSpec) -> bool:
+    """True if this compiler deals the kernel to warp groups, and maps take the operands."""
+    ports = (spec.ports[port] for port in ("q", "k", "v"))
+    return triton.__version__.startswith(_COMPILERS) and not any(map(map_decline_reason, ports))
+
+
+def specialized_plan(
+    spec: AttentionSpec, slots: Mapping[int, int], config: ForwardConfig, *, is_aligned: bool
+) -> KernelPlan:
+    """The kernel, and where masks hide keys the one that looks through its notes."""
+    arguments = KernelArguments(slots)
+    add_forward_operands(arguments, spec, is_aligned=is_aligned)
+    tiles = triton.cdiv(spec.rows, config.block_m)
+    all_heads = spec.batch * spec.heads_q
+    block, block_v = whole(spec.depth), whole(spec.depth_v)
+    item_bytes = spec.data_type.bits // 8
+    # Stages of everything that is loaded, and a tile of O on its way out.
+    step = config.block_m * block + config.block_n * (block + block_v)
+    used_bytes = (config.stages * step + config.block_m * block_v) * item_bytes
+    is_persistent = used_bytes <= SHARED_BYTES
+    arguments.extent("tiles", tiles)
+    arguments.extent("group_heads", heads_at_a_time(spec))
+    arguments.extent("all_heads", all_heads)
+    arguments.extent("zero", 0)
+    arguments.constant(
+        D_BLOCK=block,
+        DV_BLOCK=block_v,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        MASKS_END=spec.keys % config.block_n != 0,
+        LAST_FIRST=spec.right is not None,
+        IS_PERSISTENT=is_persistent,
+    )
+    if is_aligned:
+        box = (1, 1, config.block_n)
+        arguments.tensor_map("k_map", spec.ports["k"], (*box, block))
+        arguments.tensor_map("v_map", spec.ports["v"], (*box, block_v))
+        arguments.row_map("q_map", spec.ports["q"], config.block_m, block)
+    else:
+        arguments.constant(q_map=None, k_map=None, v_map=None)
+    noted_rows = tiles * config.block_m
+    notes = notes_of(spec, noted_rows)
+    arguments.scratch("spoilt", "*i32", 0 if notes else None)
+    programs = min(config.programs if is_persistent else _MANY, tiles * all_heads)
+    forward = arguments.planned(
+        attention_forward_specialized, (programs, 1, 1), config.warps, config.stages
+    )
+    if not notes:
+        return KernelPlan((forward,))
+    repair = repair_kernel(spec, slots, config, noted_rows, is_aligned=is_aligned)
+    return KernelPlan((forward, repair), notes)
