@@ -148,7 +148,8 @@ def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: i
     if graph.selected_engine != "hopper":
         raise SystemExit(str(graph.explain()))
     o = torch.full_like(q, torch.nan)
-    launch = graph.bind({"q": q, "k": k, "v": v, "o": o, "sums": sums}).launch
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    launch = graph.bind({"q": q, "k": k, "v": v, "o": o, "sums": sums}, workspace).launch
 
     def flash() -> Any:
         return torch.ops.aten._flash_attention_forward(

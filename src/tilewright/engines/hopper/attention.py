@@ -16,17 +16,21 @@ from tilewright.engines.compiled.planned import (
     slot_numbers,
 )
 from tilewright.engines.hopper.attention_kernel import attention_forward
+from tilewright.engines.hopper.attention_order import SORT_WARPS, order_bytes, order_tiles
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant, HostScalar
+from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
 from tilewright.launch.tensor_maps import tensor_map
 
 _WARPGROUP_ROWS = 64
 _ITEM_BYTES = 2
+# Packed tiles are ordered if there are this many for a multiprocessor, or more, and not too many to
+# sort in a moment.
+_ORDERED_FROM, _ORDERED_TO = 32, 65536
 # Columns of V that lie together in shared memory.
 _PANEL = 64
 # Registers a thread at entry, by warpgroups of consumers: with the producer's four warps' worth
@@ -39,7 +43,9 @@ class AttentionConfig:
     """How a tile is cut: see the constants of ``attention_kernel``.
 
     ``turns``: consumers take turns on the tensor cores. ``by_cost``: causal tiles are dealt by
-    their length.
+    their length. ``out_parts``: O has room of its own in shared memory, and leaves in so many
+    parts; 0, and it leaves through Q's. ``early``: a tile's first exponentials are made beside the
+    last product of the tile before.
     """
 
     block_n: int = 128
@@ -48,6 +54,8 @@ class AttentionConfig:
     q_slots: int = 2
     turns: bool = True
     by_cost: bool = True
+    out_parts: int = 1
+    early: bool = False
 
     @property
     def block_m(self) -> int:
@@ -73,11 +81,13 @@ def choose_config(spec: AttentionSpec) -> AttentionConfig:
     depth, _ = padded_in_slabs(spec.depth)
     if depth == 64 and not spec.is_banded and _fits_three(spec.rows):
         return AttentionConfig(warpgroups=3)
+    if depth == 64:
+        return AttentionConfig(stages=3, early=True)
     if depth == 192:
-        return AttentionConfig(q_slots=1)
+        return AttentionConfig(q_slots=1, out_parts=0)
     if depth == 256:
-        return AttentionConfig(block_n=64, q_slots=1)
-    return AttentionConfig()
+        return AttentionConfig(block_n=64, q_slots=1, out_parts=2, turns=False)
+    return AttentionConfig(early=spec.is_banded)
 
 
 def _fits_three(rows: int) -> bool:
@@ -129,7 +139,7 @@ def plan_with(
         "q": (_WARPGROUP_ROWS, depth // slabs),
         "k": (k_box, depth // slabs),
         "v": (v_box, panel),
-        "O": (_WARPGROUP_ROWS, depth_v),
+        "O": (_WARPGROUP_ROWS, depth_v // max(config.out_parts, 1)),
     }
     tiles = -(-spec.rows // config.block_m)
     heads = spec.batch * spec.heads_q
@@ -163,6 +173,12 @@ def plan_with(
         "group": spec.group,
     }
     values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
+    order = _order_kernel(spec, config, tiles, values, sm_count)
+    if order is not None:
+        values["order"] = ("*i32", Scratch(0))
+    else:
+        constants["order"] = None
+    masks = _mask_constants(spec, config)
     names = [name for name in attention_forward.arg_names if name in values]
     kernel = KernelSpec(
         attention_forward,
@@ -179,10 +195,14 @@ def plan_with(
             ("BY_COST", config.by_cost and _cost_grows(spec)),
             ("K_BOX", k_box),
             ("V_BOX", v_box),
-            *_mask_constants(spec, config),
+            ("OUT_PARTS", config.out_parts),
+            ("EARLY", config.early),
+            ("WORDS", config.warpgroups == 3 or masks["RIGHT_LOOP"] or masks["HAS_LEFT"]),
+            *masks.items(),
             ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),
             ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", ports)),
-            ("RAGGED_Q", spec.ragged_q),
+            # DENSE, PACKED or ORDERED of the kernel.
+            ("RAGGED_Q", 2 if order is not None else int(spec.ragged_q)),
             ("RAGGED_KV", spec.ragged_kv),
             ("HAS_STATS", "Stats" in ports),
             ("STATS_LOG2", spec.stats_log2 and "Stats" in ports),
@@ -193,7 +213,10 @@ def plan_with(
         max_registers=_ENTRY_REGISTERS[config.warpgroups],
     )
     grid = (min(sm_count, tiles * heads), 1, 1)
-    return KernelPlan((PlannedKernel(kernel, grid, tuple(values[name][1] for name in names)),))
+    main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))
+    if order is None:
+        return KernelPlan((main,))
+    return KernelPlan((order, main), (("order", order_bytes(spec.batch * tiles)),))
 
 
 Values = dict[str, tuple[str, Argument]]
@@ -269,6 +292,32 @@ def _add_number(values: Values, name: str, tensor: Tensor, slots: Mapping[int, i
         _add_pointer(values, name, tensor, slots)
 
 
+def _order_kernel(
+    spec: AttentionSpec, config: AttentionConfig, tiles: int, values: Values, sm_count: int
+) -> PlannedKernel | None:
+    """The kernel that orders the tiles of packed sequences, where there are enough of them."""
+    entries = spec.batch * tiles
+    pays = entries * spec.heads_q >= _ORDERED_FROM * sm_count and entries <= _ORDERED_TO
+    if not spec.ragged_q or not pays:
+        return None
+    given = {"order": ("*i32", Scratch(0)), "entries": ("i32", Constant(entries)), **values}
+    names = [name for name in order_tiles.arg_names if name in given]
+    kernel = KernelSpec(
+        order_tiles,
+        tuple((name, given[name][0]) for name in names),
+        (
+            ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", spec.ports)),
+            ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", spec.ports)),
+            ("HAS_LEFT", spec.left is not None),
+            ("HAS_RIGHT", spec.right is not None),
+            ("BOTTOM_RIGHT", spec.shifts),
+            ("BLOCK_M", config.block_m),
+        ),
+        warps=SORT_WARPS,
+    )
+    return PlannedKernel(kernel, (1, 1, 1), tuple(given[name][1] for name in names))
+
+
 def _length_kind(tensor: Tensor | None, port: str, ports: Mapping[str, Tensor]) -> int:
     """NO_LENGTHS, LENGTHS or SUMS of the kernel."""
     return 0 if tensor is None else 1 if ports.get(port) is tensor else 2
@@ -283,7 +332,7 @@ def _only_spec(graph: DeclaredGraph) -> AttentionSpec:
     return read_spec(graph.operations[0])
 
 
-def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> tuple[tuple[str, bool], ...]:
+def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> dict[str, bool]:
     """Which masks exist, and whether blocks after the first can need the one on the right."""
     has_left, has_right = spec.left is not None, spec.right is not None
     # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
@@ -294,14 +343,14 @@ def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> tuple[tuple
         and spec.right % config.block_n == 0
     )
     has_tail = spec.keys % config.block_n != 0 or spec.lengths_q or spec.lengths_kv
-    return (
-        ("HAS_LEFT", has_left),
-        ("HAS_RIGHT", has_right),
-        ("BOTTOM_RIGHT", spec.shifts),
-        ("RIGHT_LOOP", has_right and not is_aligned),
-        ("FIRST_MASKED", bool(has_left or has_right or has_tail)),
-        ("REPAIRS", has_left or has_right),
-    )
+    return {
+        "HAS_LEFT": has_left,
+        "HAS_RIGHT": has_right,
+        "BOTTOM_RIGHT": spec.shifts,
+        "RIGHT_LOOP": has_right and not is_aligned,
+        "FIRST_MASKED": bool(has_left or has_right or has_tail),
+        "REPAIRS": has_left or has_right,
+    }
 
 
 def _cost_grows(spec: AttentionSpec) -> bool:

@@ -22,23 +22,49 @@ from tilewright.engines.hopper.attention_places import (
     place_of,
 )
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
-from tilewright.engines.hopper.attention_repair import repair, watched
+from tilewright.engines.hopper.attention_repair import note_spoiled, watched
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     clear_tail,
     finish,
     masked,
+    packed,
     rescaled,
     shaped,
     softmax_block,
     thread_sums,
+    unpacked,
 )
 from tilewright.engines.hopper.barriers import (
     FIRST_FREE,
     barrier_arrive,
     barrier_wait,
-    stores_done,
+    partition_barrier,
 )
+
+
+@gluon.jit
+def stage_of(block, tiling):
+    """The place of a block in the ring; ``block`` is not negative."""
+    if tiling.STAGES == 2:
+        stage = block & 1
+    elif tiling.STAGES == 4:
+        stage = block & 3
+    else:
+        stage = block % tiling.STAGES
+    return stage
+
+
+@gluon.jit
+def phase_of(block, tiling):
+    """The parity of the block's turn around the ring."""
+    if tiling.STAGES == 2:
+        phase = (block >> 1) & 1
+    elif tiling.STAGES == 4:
+        phase = (block >> 2) & 1
+    else:
+        phase = (block // tiling.STAGES) & 1
+    return phase
 
 
 @gluon.jit
@@ -89,12 +115,13 @@ def next_block(
     WARPGROUP: gl.constexpr,
 ):
     """Scores of block ``block + 1`` beside the second product of ``block``."""
-    before = block % tiling.STAGES
-    stage = (block + 1) % tiling.STAGES
-    phase = ((block + 1) // tiling.STAGES) & 1
+    before = stage_of(block, tiling)
+    stage, phase = stage_of(block + 1, tiling), phase_of(block + 1, tiling)
     mbarrier.wait(memory.k_full.index(stage), phase)
     take_turn(tiling, WARPGROUP)
     scores = start_scores(q_first, stage, memory, tiling)
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    p = unpacked(p, layout, memory.v.dtype, tiling.WORDS)
     acc_after = warpgroup_mma(p, memory.v.index(before), acc, is_async=True)
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -109,42 +136,64 @@ def next_block(
     acc, p = warpgroup_mma_wait(0, deps=(acc_after, p))
     barrier_arrive(tiling.V_BARRIER + before, tiling.RELEASE)
     acc = rescaled(acc, factor)
-    p = gl.convert_layout(p_next.to(memory.v.dtype), p.type.layout)
+    p = packed(p_next, layout, memory.v.dtype, tiling.WORDS)
     return p, acc, top, total
 
 
 @gluon.jit
-def leave(out, q, o_map, place, first, sequence, problem, tiling, features):
-    """O of a tile, through the memory of its Q; the end of a packed sequence row by row."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tiling.DEPTH_V], q.dtype)
-    room = q
-    if tiling.DEPTH_V != tiling.SLAB:
-        room = q._reinterpret(q.dtype, [ROWS, tiling.DEPTH_V], layout)
+def in_parts(out, tiling):
+    """The columns of O in as many parts as leave one after another."""
+    if tiling.OUT_PARTS == 2:
+        half: gl.constexpr = out.shape[1] // 2
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, half, 16]
+        )
+        low, high = gl.split(gl.permute(gl.reshape(out, [ROWS, 2, half]), [0, 2, 1]))
+        low = gl.convert_layout(low, layout, assert_trivial=True)
+        high = gl.convert_layout(high, layout, assert_trivial=True)
+        parts = (low, high)
+    else:
+        parts = (out,)
+    return parts
+
+
+@gluon.jit
+def leave(out, q, o_map, place, first, sequence, memory, problem, tiling, features,
+          WARPGROUP: gl.constexpr):  # fmt: skip
+    """O of a tile, through shared memory; the end of a packed sequence row by row."""
+    WIDTH: gl.constexpr = tiling.DEPTH_V // max(tiling.OUT_PARTS, 1)
     out = out.to(q.dtype)
+    parts = in_parts(out, tiling)
+    room = q
+    if tiling.OUT_PARTS > 0:
+        room = memory.o.index(WARPGROUP)
+    elif tiling.DEPTH_V != tiling.SLAB:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tiling.DEPTH_V], q.dtype)
+        room = q._reinterpret(q.dtype, [ROWS, tiling.DEPTH_V], layout)
+    batch = place.batch
     if features.RAGGED_Q:
-        if first + ROWS <= sequence.rows:
-            room.store(out)
+        batch = place.batch * 0
+    if not features.RAGGED_Q or first + ROWS <= sequence.rows:
+        for i in gl.static_range(len(parts)):
+            if tiling.OUT_PARTS > 0:
+                # What left before has been read.
+                tma.store_wait(0)
+                partition_barrier()
+            room.store(parts[i])
             fence_async_shared()
-            zero = place.batch * 0
             tma.async_copy_shared_to_global(
-                o_map, [zero, place.head, sequence.o_row + first, 0], room
-            )
-        else:
-            # What follows in memory belongs to another sequence.
-            rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-            columns = gl.arange(0, tiling.DEPTH_V, gl.SliceLayout(0, out.type.layout))
-            at = problem.o.pointer + element(
-                problem.o, place.batch, place.head, sequence.o_row, True
-            )
-            gl.store(
-                at + rows.to(gl.int64)[:, None] * problem.o.row + columns[None, :],
-                out,
-                mask=(rows < sequence.rows)[:, None] & (columns < problem.depth_v)[None, :],
+                o_map, [batch, place.head, sequence.o_row + first, i * WIDTH], room
             )
     else:
-        room.store(out)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_map, [place.batch, place.head, first, 0], room)
+        # What follows in memory belongs to another sequence.
+        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
+        columns = gl.arange(0, tiling.DEPTH_V, gl.SliceLayout(0, out.type.layout))
+        at = problem.o.pointer + element(problem.o, place.batch, place.head, sequence.o_row, True)
+        gl.store(
+            at + rows.to(gl.int64)[:, None] * problem.o.row + columns[None, :],
+            out,
+            mask=(rows < sequence.rows)[:, None] & (columns < problem.depth_v)[None, :],
+        )
 
 
 @gluon.jit
@@ -167,26 +216,73 @@ def ends_of_masks(place, first, sequence, tiling, features):
 
 
 @gluon.jit
+def first_block(scores, place, first, sequence, problem, tiling, features,
+                P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+    """(p, top, total) of a tile's first block of scores."""
+    scores = shaped(scores, problem, features)
+    if features.FIRST_MASKED:
+        column = (place.high - 1) * tiling.BLOCK_N
+        scores = masked(scores, first, column, sequence, tiling, features)
+    top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, scores.type.layout))
+    p, _, top, total = softmax_block(scores, top, 0.0, problem.scale, features.FIRST_MASKED)
+    return packed(p, P_LAYOUT, DTYPE, tiling.WORDS), top, total
+
+
+@gluon.jit
+def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, memory, problem,
+                  tiling, features, WARPGROUP: gl.constexpr):  # fmt: skip
+    """All blocks of a tile but the first: (p, acc, top, total, block)."""
+    BN: gl.constexpr = tiling.BLOCK_N
+    column = (place.high - 1) * BN
+    free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
+    if features.RIGHT_LOOP:
+        for j in range(1, free):
+            p, acc, top, total = next_block(
+                q_first, p, acc, top, total, first, column - j * BN, block, sequence, memory,
+                problem, tiling, features, True, WARPGROUP,
+            )  # fmt: skip
+            block += 1
+    for _ in range(free, edge):
+        p, acc, top, total = next_block(
+            q_first, p, acc, top, total, first, 0, block, sequence, memory,
+            problem, tiling, features, False, WARPGROUP,
+        )  # fmt: skip
+        block += 1
+    if features.HAS_LEFT:
+        for j in range(edge, n):
+            p, acc, top, total = next_block(
+                q_first, p, acc, top, total, first, column - j * BN, block, sequence, memory,
+                problem, tiling, features, True, WARPGROUP,
+            )  # fmt: skip
+            block += 1
+    return p, acc, top, total, block
+
+
+@gluon.jit
+def tail_cleared(stage, place, sequence, memory, tiling, features):
+    """See ``clear_tail``, for a tile's first block."""
+    if features.PAGED or features.LENGTHS_KV != NO_LENGTHS:
+        column = (place.high - 1) * tiling.BLOCK_N
+        clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
+
+
+@gluon.jit
 def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPGROUP: gl.constexpr):
     """A consumer: 64 rows of every tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    BN: gl.constexpr = tiling.BLOCK_N
-    STAGES: gl.constexpr = tiling.STAGES
     SLOTS: gl.constexpr = tiling.Q_SLOTS
-    zero = gl.zeros([ROWS, BN], gl.float32, score_layout)
+    DTYPE: gl.constexpr = memory.v.dtype
     nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
     if WARPGROUP == tiling.WARPGROUPS - 1:
         pass_turn(tiling, WARPGROUP)
     block = 0
     count = count_tiles(problem, tiling, features)
-    # With two slots of Q, the first scores of a tile are made beside the last product before.
-    scores = zero
+    step = next_step(0, problem, tiling, features)
+    place, sequence = place_of(step, problem, tiling, features)
+    # With two slots of Q, a tile's first block is begun beside the last product of the one before.
     if SLOTS == 2:
         some = count > 0
         mbarrier.wait(memory.q_full.index(0), 0, pred=some)
@@ -197,18 +293,21 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         scores = warpgroup_mma_wait(0, deps=(token,))
         if some:
             barrier_arrive(tiling.K_BARRIER, tiling.RELEASE)
+        first = place.first + WARPGROUP * ROWS
+        p, top, total = first_block(
+            scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
+        )
+        mbarrier.wait(memory.v_full.index(0), 0, pred=some)
+        tail_cleared(0, place, sequence, memory, tiling, features)
     spoiled = thread_sums(nothing)
-    step = next_step(0, problem, tiling, features)
-    place, sequence = place_of(step, problem, tiling, features)
     for number in range(count):
         first = place.first + WARPGROUP * ROWS
         slot = number % SLOTS
         q_first = (slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
         q_slot = memory.q.index(q_first)
-        stage = block % STAGES
-        phase = (block // STAGES) & 1
         more = number + 1 < count
         if SLOTS == 1:
+            stage, phase = stage_of(block, tiling), phase_of(block, tiling)
             mbarrier.wait(memory.q_full.index(slot), number & 1)
             mbarrier.wait(memory.k_full.index(stage), phase)
             take_turn(tiling, WARPGROUP)
@@ -216,103 +315,52 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
             pass_turn(tiling, WARPGROUP)
             scores = warpgroup_mma_wait(0, deps=(token,))
             barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
-        column = (place.high - 1) * BN
-        scores = shaped(scores, problem, features)
-        if features.FIRST_MASKED:
-            scores = masked(scores, first, column, sequence, tiling, features)
-        top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
-        p_first, _, top, total = softmax_block(
-            scores, top, 0.0, problem.scale, features.FIRST_MASKED
-        )
-        p = gl.convert_layout(p_first.to(memory.v.dtype), p_layout)
-        acc = nothing
-        if SLOTS == 2:
-            # The tile before has left its slot by now.
-            tma.store_wait(0)
-            if (number > 0) & more:
-                barrier_arrive(tiling.Q_BARRIER + (number - 1) % SLOTS, tiling.RELEASE)
-        mbarrier.wait(memory.v_full.index(stage), phase)
-        if features.PAGED or features.LENGTHS_KV != NO_LENGTHS:
-            clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
-        free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
-        if features.RIGHT_LOOP:
-            for j in range(1, free):
-                p, acc, top, total = next_block(
-                    q_first,
-                    p,
-                    acc,
-                    top,
-                    total,
-                    first,
-                    column - j * BN,
-                    block,
-                    sequence,
-                    memory,
-                    problem,
-                    tiling,
-                    features,
-                    True,
-                    WARPGROUP,
-                )
-                block += 1
-        for _ in range(free, edge):
-            p, acc, top, total = next_block(
-                q_first,
-                p,
-                acc,
-                top,
-                total,
-                first,
-                0,
-                block,
-                sequence,
-                memory,
-                problem,
-                tiling,
-                features,
-                False,
-                WARPGROUP,
+            p, top, total = first_block(
+                scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
             )
-            block += 1
-        if features.HAS_LEFT:
-            for j in range(edge, n):
-                p, acc, top, total = next_block(
-                    q_first,
-                    p,
-                    acc,
-                    top,
-                    total,
-                    first,
-                    column - j * BN,
-                    block,
-                    sequence,
-                    memory,
-                    problem,
-                    tiling,
-                    features,
-                    True,
-                    WARPGROUP,
-                )
-                block += 1
-        last = block % STAGES
+            mbarrier.wait(memory.v_full.index(stage), phase)
+            tail_cleared(stage, place, sequence, memory, tiling, features)
+        p, acc, top, total, block = middle_blocks(
+            q_first, p, nothing, top, total, place, first, block, sequence, memory, problem,
+            tiling, features, WARPGROUP,
+        )  # fmt: skip
+        last = stage_of(block, tiling)
         block += 1
+        if tiling.OUT_PARTS > 0:
+            # All scores of the tile are made.
+            if number + SLOTS < count:
+                barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
         if SLOTS == 2:
             # Scores of the next tile; without one, of whatever is there, and nobody looks.
             next_slot = (number + 1) % SLOTS
-            stage = block % STAGES
+            stage, phase = stage_of(block, tiling), phase_of(block, tiling)
             mbarrier.wait(memory.q_full.index(next_slot), ((number + 1) // SLOTS) & 1, pred=more)
             next_first = (next_slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
-            mbarrier.wait(memory.k_full.index(stage), (block // STAGES) & 1, pred=more)
+            mbarrier.wait(memory.k_full.index(stage), phase, pred=more)
             take_turn(tiling, WARPGROUP)
             token = start_scores(next_first, stage, memory, tiling)
+            p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
             acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
             pass_turn(tiling, WARPGROUP)
         else:
+            take_turn(tiling, WARPGROUP)
+            p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
             acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
+            pass_turn(tiling, WARPGROUP)
         # Found while the products run.
         step = next_step(step + 1, problem, tiling, features)
         next_place, next_sequence = place_of(step, problem, tiling, features)
-        if SLOTS == 2:
+        if tiling.EARLY:
+            scores = warpgroup_mma_wait(1, deps=(token,))
+            if more:
+                barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+            p_next, next_top, next_total = first_block(
+                scores, next_place, next_place.first + WARPGROUP * ROWS, next_sequence, problem,
+                tiling, features, p_layout, DTYPE,
+            )  # fmt: skip
+            mbarrier.wait(memory.v_full.index(stage), phase, pred=more)
+            acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+        elif SLOTS == 2:
             scores, acc = warpgroup_mma_wait(0, deps=(token, acc_token))
             if more:
                 barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
@@ -322,23 +370,27 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         out = finish(acc, top, total, place, first, sequence, problem, features)
         if features.REPAIRS:
             spoiled = watched(out, spoiled)
-        leave(out, q_slot, o_map, place, first, sequence, problem, tiling, features)
-        if SLOTS == 1:
+        leave(
+            out, q_slot, o_map, place, first, sequence, memory, problem, tiling, features, WARPGROUP
+        )
+        if tiling.OUT_PARTS == 0:
             tma.store_wait(0)
+            if number + SLOTS < count:
+                barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
+        if SLOTS == 2:
+            if not tiling.EARLY:
+                p_next, next_top, next_total = first_block(
+                    scores, next_place, next_place.first + WARPGROUP * ROWS, next_sequence, problem,
+                    tiling, features, p_layout, DTYPE,
+                )  # fmt: skip
+                mbarrier.wait(memory.v_full.index(stage), phase, pred=more)
+            p, top, total = p_next, next_top, next_total
             if more:
-                barrier_arrive(tiling.Q_BARRIER, tiling.RELEASE)
+                tail_cleared(stage, next_place, next_sequence, memory, tiling, features)
         place, sequence = next_place, next_sequence
     tma.store_wait(0)
     if features.REPAIRS:
-        # Looked at once, when all is done, so that it costs the tiles nothing.
-        if gl.max(gl.max((spoiled != 0.0).to(gl.int32), 1), 0) != 0:
-            stores_done()
-            step = next_step(0, problem, tiling, features)
-            for number in range(count):
-                place, sequence = place_of(step, problem, tiling, features)
-                first = place.first + WARPGROUP * ROWS
-                repair(place, first, sequence, problem, tiling, features)
-                step = next_step(step + 1, problem, tiling, features)
+        note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))
     if WARPGROUP == 0:
         take_turn(tiling, WARPGROUP)
 

@@ -15,6 +15,7 @@ from tilewright.engines.hopper.attention_consumer import consume_0, consume_1, c
 from tilewright.engines.hopper.attention_producer import produce
 from tilewright.engines.hopper.attention_records import (
     CAPPED,
+    ORDERED,
     PLAIN,
     ROWS,
     Features,
@@ -24,6 +25,7 @@ from tilewright.engines.hopper.attention_records import (
     Problem,
     Tiling,
 )
+from tilewright.engines.hopper.attention_repair import repair_all
 from tilewright.engines.hopper.attention_softmax import LOG2E
 
 
@@ -83,6 +85,7 @@ def attention_forward(
     lengths_kv,
     k_table,
     v_table,
+    order,
     scale,
     cap_inner,
     cap_outer,
@@ -140,6 +143,9 @@ def attention_forward(
     BY_COST: gl.constexpr,
     K_BOX: gl.constexpr,
     V_BOX: gl.constexpr,
+    OUT_PARTS: gl.constexpr,
+    EARLY: gl.constexpr,
+    WORDS: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -169,6 +175,9 @@ def attention_forward(
         BY_COST,
         K_BOX,
         V_BOX,
+        OUT_PARTS,
+        EARLY,
+        WORDS,
     )
     features = Features(
         HAS_LEFT,
@@ -196,6 +205,10 @@ def attention_forward(
         scale = gl.to_tensor(1.0)
     if SCORES == CAPPED:
         gain, ceiling = cap_of(gain, cap_inner, cap_outer, CAP_DIVIDES)
+    # Not looked at unless there is one.
+    order_given = q_pointer
+    if RAGGED_Q == ORDERED:
+        order_given = order
     problem = Problem(
         rows,
         keys,
@@ -230,21 +243,35 @@ def attention_forward(
         v_pages,
         gain,
         ceiling,
+        order_given,
     )
     kind: gl.constexpr = q_map.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH // SLABS], kind)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DEPTH // SLABS], kind)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DEPTH_V], kind)
     one: gl.constexpr = mbarrier.MBarrierLayout()
+    q_room = gl.allocate_shared_memory(
+        kind, [Q_SLOTS * WARPGROUPS * tiling.Q_PITCH, ROWS, DEPTH // SLABS], q_layout
+    )
+    k_room = gl.allocate_shared_memory(kind, [STAGES * SLABS, BLOCK_N, DEPTH // SLABS], k_layout)
+    v_room = gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, DEPTH_V], v_layout)
+    o_room = q_room
+    if OUT_PARTS > 0:
+        o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [ROWS, DEPTH_V // OUT_PARTS], kind
+        )
+        o_room = gl.allocate_shared_memory(kind, [WARPGROUPS, ROWS, DEPTH_V // OUT_PARTS], o_layout)
     memory = Memory(
-        gl.allocate_shared_memory(
-            kind, [Q_SLOTS * WARPGROUPS * tiling.Q_PITCH, ROWS, DEPTH // SLABS], q_layout
-        ),
-        gl.allocate_shared_memory(kind, [STAGES * SLABS, BLOCK_N, DEPTH // SLABS], k_layout),
-        gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, DEPTH_V], v_layout),
+        q_room,
+        k_room,
+        v_room,
         gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+        o_room,
+        gl.allocate_shared_memory(
+            gl.int32, [WARPGROUPS, 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
     )
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(memory.q_full.index(i), count=1)
@@ -270,3 +297,5 @@ def attention_forward(
             [4, 1],
             [240, 24],
         )
+    if REPAIRS:
+        repair_all(memory, problem, tiling, features)

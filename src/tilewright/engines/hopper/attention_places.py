@@ -3,18 +3,25 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewright.engines.hopper.attention_order import SCALE as _SCALE
 from tilewright.engines.hopper.attention_records import (
     NO_LENGTHS,
+    ORDERED,
     SUMS,
     Place,
     Sequence,
 )
 from tilewright.engines.hopper.attention_tiles import (
     count_causal,
+    count_dealt,
     count_even,
+    number_dealt,
     tile_causal,
     tile_even,
 )
+
+# Numbers between an order's count and its tiles.
+SCALE = gl.constexpr(_SCALE)
 
 
 @gluon.jit
@@ -67,9 +74,18 @@ def sequence_of(batch, problem, features):
 
 
 @gluon.jit
-def tile_of(step, problem, tiling):
+def tile_of(step, problem, tiling, features):
     """(tile, head) of this program's ``step``; one of the last beyond the end."""
-    if tiling.BY_COST:
+    if features.RAGGED_Q == ORDERED:
+        number = number_dealt(step, gl.program_id(0), gl.num_programs(0))
+        number = min(number, max(gl.load(problem.order) * problem.heads_q - 1, 0))
+        entry = gl.load(problem.order + 1 + SCALE + number // problem.heads_q)
+        # Where no sequence has a row there is no entry, and what lies there is not looked at.
+        last = problem.heads // problem.heads_q * problem.tiles - 1
+        entry = min(max(entry, 0), last)
+        tile = entry % problem.tiles
+        head = entry // problem.tiles * problem.heads_q + number % problem.heads_q
+    elif tiling.BY_COST:
         tile, head = tile_causal(
             step, gl.program_id(0), problem.tiles, problem.heads, gl.num_programs(0)
         )
@@ -79,9 +95,12 @@ def tile_of(step, problem, tiling):
 
 
 @gluon.jit
-def steps_of(problem, tiling):
+def steps_of(problem, tiling, features):
     """How many tiles this program walks, those beyond a sequence's end included."""
-    if tiling.BY_COST:
+    if features.RAGGED_Q == ORDERED:
+        items = gl.load(problem.order) * problem.heads_q
+        count = count_dealt(gl.program_id(0), items, gl.num_programs(0))
+    elif tiling.BY_COST:
         count = count_causal(gl.program_id(0), problem.tiles, problem.heads, gl.num_programs(0))
     else:
         count = count_even(gl.program_id(0), problem.tiles, problem.heads, gl.num_programs(0))
@@ -91,7 +110,7 @@ def steps_of(problem, tiling):
 @gluon.jit
 def exists(step, problem, tiling, features):
     """True if the tile of ``step`` has a row of its sequence."""
-    tile, head = tile_of(step, problem, tiling)
+    tile, head = tile_of(step, problem, tiling, features)
     rows = length_of(
         head // problem.heads_q,
         problem.lengths_q,
@@ -105,8 +124,8 @@ def exists(step, problem, tiling, features):
 @gluon.jit
 def count_tiles(problem, tiling, features):
     """How many tiles this program has."""
-    count = steps_of(problem, tiling)
-    if features.RAGGED_Q:
+    count = steps_of(problem, tiling, features)
+    if features.RAGGED_Q and features.RAGGED_Q != ORDERED:
         steps = count
         count = steps * 0
         for step in range(steps):
@@ -118,8 +137,8 @@ def count_tiles(problem, tiling, features):
 def next_step(step, problem, tiling, features):
     """The first step from ``step`` on whose tile exists, or the number of steps."""
     step = gl.to_tensor(step)
-    if features.RAGGED_Q:
-        steps = steps_of(problem, tiling)
+    if features.RAGGED_Q and features.RAGGED_Q != ORDERED:
+        steps = steps_of(problem, tiling, features)
         looks = (step < steps) & (not exists(step, problem, tiling, features))
         while looks:
             step += 1
@@ -134,7 +153,7 @@ def place_of(step, problem, tiling, features):
     Row i sees columns i - left < j <= i + right. A tile that sees nothing gets a block of keys all
     the same, in which everything is masked.
     """
-    tile, head = tile_of(step, problem, tiling)
+    tile, head = tile_of(step, problem, tiling, features)
     batch = head // problem.heads_q
     sequence = sequence_of(batch, problem, features)
     first = tile * tiling.BLOCK_M

@@ -16,6 +16,10 @@ ROWS = gl.constexpr(64)
 NO_LENGTHS = gl.constexpr(0)
 LENGTHS = gl.constexpr(1)
 SUMS = gl.constexpr(2)
+# How q lies: RAGGED_Q is one of these.
+DENSE = gl.constexpr(0)
+PACKED = gl.constexpr(1)
+ORDERED = gl.constexpr(2)  # packed, and its tiles are walked as ``problem.order`` says
 # What becomes of Q K^T before masks: nothing (a positive scale is folded into the exponent), it is
 # scaled, or it is scaled and capped.
 PLAIN = gl.constexpr(0)
@@ -38,6 +42,9 @@ class Tiling:
     BY_COST: gl.constexpr
     K_BOX: gl.constexpr
     V_BOX: gl.constexpr
+    OUT_PARTS: gl.constexpr
+    EARLY: gl.constexpr
+    WORDS: gl.constexpr
     # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
     # tile's rows; the barriers' numbers; and the threads that meet at a release.
     SLAB: gl.constexpr
@@ -62,6 +69,9 @@ class Tiling:
         BY_COST,
         K_BOX,
         V_BOX,
+        OUT_PARTS,
+        EARLY,
+        WORDS,
     ):
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.DEPTH = gl.constexpr(DEPTH)
@@ -74,13 +84,16 @@ class Tiling:
         self.BY_COST = gl.constexpr(BY_COST)
         self.K_BOX = gl.constexpr(K_BOX)
         self.V_BOX = gl.constexpr(V_BOX)
+        self.OUT_PARTS = gl.constexpr(OUT_PARTS)
+        self.EARLY = gl.constexpr(EARLY)
         self.SLAB = gl.constexpr(DEPTH // SLABS)
-        self.Q_PITCH = gl.constexpr(max(SLABS, DEPTH_V * SLABS // DEPTH))
+        self.Q_PITCH = gl.constexpr(SLABS if OUT_PARTS else max(SLABS, DEPTH_V * SLABS // DEPTH))
         self.BLOCK_M = gl.constexpr(64 * WARPGROUPS)
         self.K_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS)
         self.V_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + STAGES)
         self.Q_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + 2 * STAGES)
         self.RELEASE = gl.constexpr(str(128 * WARPGROUPS + 32))
+        self.WORDS = gl.constexpr(WORDS)
 
 
 @aggregate
@@ -228,6 +241,7 @@ class Problem:
     v_pages: Pages
     gain: gl.tensor
     ceiling: gl.tensor
+    order: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
@@ -257,6 +271,7 @@ class Problem:
         v_pages,
         gain,
         ceiling,
+        order,
     ):
         self.rows = rows
         self.keys = keys
@@ -283,6 +298,64 @@ class Problem:
         self.v_pages = v_pages
         self.gain = gain
         self.ceiling = ceiling
+        self.order = order
+
+
+@gluon.jit
+def moved(operand, zero):
+    """The operand by other words: see ``apart``."""
+    return Operand(
+        operand.pointer + zero,
+        operand.batch + zero,
+        operand.head + zero,
+        operand.row + zero,
+        operand.starts + zero,
+        operand.starts_step + zero,
+        operand.unit + zero,
+    )
+
+
+@gluon.jit
+def apart(problem, zero):
+    """The problem again, of numbers that the compiler takes for others; ``zero`` is opaque."""
+    return Problem(
+        problem.rows + zero,
+        problem.keys + zero,
+        problem.depth + zero,
+        problem.depth_v + zero,
+        problem.left + zero,
+        problem.right + zero,
+        problem.scale,
+        problem.tiles + zero,
+        problem.heads + zero,
+        problem.heads_q + zero,
+        problem.group + zero,
+        moved(problem.q, zero),
+        moved(problem.k, zero),
+        moved(problem.v, zero),
+        moved(problem.o, zero),
+        moved(problem.stats, zero),
+        problem.sink + zero,
+        problem.lengths_q + zero,
+        problem.lengths_q_step + zero,
+        problem.lengths_kv + zero,
+        problem.lengths_kv_step + zero,
+        Pages(
+            problem.k_pages.table + zero,
+            problem.k_pages.batch + zero,
+            problem.k_pages.entry + zero,
+            problem.k_pages.rows + zero,
+        ),
+        Pages(
+            problem.v_pages.table + zero,
+            problem.v_pages.batch + zero,
+            problem.v_pages.entry + zero,
+            problem.v_pages.rows + zero,
+        ),
+        problem.gain,
+        problem.ceiling,
+        problem.order + zero,
+    )
 
 
 @aggregate
@@ -322,7 +395,10 @@ class Sequence:
 
 @aggregate
 class Memory:
-    """Shared memory: the tiles of Q (O leaves through them), K, V, and "it is there" of each."""
+    """Shared memory: the tiles of Q, K, V, "it is there" of each, and where O leaves through.
+
+    O has room of its own, one part of its columns after another, or leaves through its Q's.
+    """
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -330,6 +406,8 @@ class Memory:
     q_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    spoiled: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
@@ -340,6 +418,8 @@ class Memory:
         q_full,
         k_full,
         v_full,
+        o,
+        spoiled,
     ):
         self.q = q
         self.k = k
@@ -347,6 +427,8 @@ class Memory:
         self.q_full = q_full
         self.k_full = k_full
         self.v_full = v_full
+        self.o = o
+        self.spoiled = spoiled
 
 
 @aggregate

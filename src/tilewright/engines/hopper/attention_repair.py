@@ -2,7 +2,8 @@
 
 A hidden key has probability 0, and 0 times NaN or infinity is NaN: a matrix product spreads it to
 rows that must not see it. That is rare, so tiles only note whether they came out finite where masks
-hide keys. If one did not, its program goes through its tiles again when all is done: those of which
+hide keys. If one did not, its program goes through its tiles again when all is done, outside of the
+warp partitions, whose registers that work would cost otherwise: those tiles of which
 some row may not see a value that is not finite are summed anew, key by key, and what a row does not
 see is not looked at.
 """
@@ -10,14 +11,21 @@ see is not looked at.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewright.engines.hopper.attention_places import element, key_element
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_places import (
+    count_tiles,
+    element,
+    key_element,
+    next_step,
+    place_of,
+)
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, apart
 from tilewright.engines.hopper.attention_softmax import (
     LOG2E,
     MINUS_INFINITY,
     shaped,
     thread_sums,
 )
+from tilewright.engines.hopper.barriers import opaque_zero, stores_done
 
 # Columns of Q that are multiplied at a time.
 CHUNK = gl.constexpr(64)
@@ -28,6 +36,33 @@ def watched(out, spoiled):
     """``spoiled``, which turns from 0 to NaN where a thread's part of the tile is not finite."""
     sums = thread_sums(out)
     return spoiled + (sums - sums)
+
+
+@gluon.jit
+def note_spoiled(spoiled, note):
+    """A consumer's word at its end: 1 if one of its tiles came out not finite, else 0."""
+    found = gl.max(gl.max((spoiled != 0.0).to(gl.int32), 1), 0)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    note.store(gl.zeros([1, 32], gl.int32, layout) + found)
+    if found != 0:
+        stores_done()
+
+
+@gluon.jit
+def repair_all(memory, problem, tiling, features):
+    """Compute spoiled tiles of all consumers again, when they are done."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    found = memory.spoiled.index(0).load(layout)
+    for w in gl.static_range(1, tiling.WARPGROUPS):
+        found = found | memory.spoiled.index(w).load(layout)
+    if gl.max(gl.max(found, 1), 0) != 0:
+        problem = apart(problem, opaque_zero())
+        step = next_step(0, problem, tiling, features)
+        for _ in range(count_tiles(problem, tiling, features)):
+            place, sequence = place_of(step, problem, tiling, features)
+            for part in range(tiling.WARPGROUPS):
+                repair(place, place.first + part * ROWS, sequence, problem, tiling, features)
+            step = next_step(step + 1, problem, tiling, features)
 
 
 @gluon.jit

@@ -46,15 +46,16 @@ def shaped(scores, problem, features):
 def masked(scores, first, column, sequence, tiling, features):
     """Scores with -inf where row ``first + i`` does not see key ``column + j``."""
     layout: gl.constexpr = scores.type.layout
-    columns = column + gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(0, layout))
+    # Counted from the block's first column: what is compared is known to the compiler.
+    columns = gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(0, layout))
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if features.HAS_RIGHT:
-        end = gl.minimum(rows + sequence.right + 1, sequence.keys)
+        end = gl.minimum(rows + sequence.right + 1, sequence.keys) - column
         seen = columns[None, :] < end[:, None]
     else:
-        seen = (columns < sequence.keys)[None, :]
+        seen = (columns < sequence.keys - column)[None, :]
     if features.HAS_LEFT:
-        seen = seen & (columns[None, :] > (rows - sequence.left)[:, None])
+        seen = seen & (columns[None, :] > (rows - sequence.left - column)[:, None])
     return gl.where(seen, scores, MINUS_INFINITY)
 
 
@@ -71,6 +72,45 @@ def clear_tail(values, valid, tiling):
         values.store(gl.where((rows < valid)[:, None], block, 0.0).to(values.dtype))
         fence_async_shared()
         partition_barrier()
+
+
+@gluon.jit
+def packed(p, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, WORDS: gl.constexpr):
+    """Probabilities in 16 bits, as the left operand of a product, or two columns a word (int32).
+
+    Where registers are few, ptxas keeps single 16-bit values in swapped pairs from one step of a
+    loop to the next, and swaps them back; it leaves words alone.
+    """
+    if WORDS:
+        low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+        KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
+        made = gl.inline_asm_elementwise(
+            "cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        made = gl.convert_layout(p.to(DTYPE), LAYOUT)
+    return made
+
+
+@gluon.jit
+def unpacked(made, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, WORDS: gl.constexpr):
+    """What ``packed`` made, as the left operand of a product."""
+    p = made
+    if WORDS:
+        if DTYPE == gl.bfloat16:
+            low, high = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [made], dtype=(gl.bfloat16, gl.bfloat16),
+                is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            low, high = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [made], dtype=(gl.float16, gl.float16),
+                is_pure=True, pack=1,
+            )  # fmt: skip
+        p = gl.reshape(gl.join(low, high), [made.shape[0], made.shape[1] * 2])
+        p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
+    return p
 
 
 @gluon.jit

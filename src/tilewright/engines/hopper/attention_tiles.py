@@ -11,6 +11,9 @@ one and tile p of the other, which cost the same together for every p. Programs 
 rounds, again head by head, and all stay level. What is left for the last round and a bit is sorted,
 longest first, and dealt back and forth: the shortest tiles fill the last gaps.
 
+Packed sequences have tiles of any cost: a list of all of them, the costliest first, is dealt back
+and forth (``attention_order``).
+
 These functions run inside kernels, and as plain Python (``function.fn``) in tests.
 """
 
@@ -42,19 +45,34 @@ def tile_even(step, program, tiles, programs):
 
 
 @gluon.jit
-def count_causal(program, tiles, heads, programs):
-    """How many tiles a program has if they are dealt by cost."""
-    rounds = pair_rounds(tiles, heads, programs)
-    left = tiles * heads - 2 * rounds * programs
-    full = left // programs
-    rest = left % programs
+def number_dealt(step, program, programs):
+    """The item of a program's ``step``, if items are dealt back and forth."""
+    number = step * programs + program
+    if step % 2 == 1:
+        number = (step + 1) * programs - 1 - program
+    return number
+
+
+@gluon.jit
+def count_dealt(program, items, programs):
+    """How many of ``items`` a program has if they are dealt back and forth."""
+    full = items // programs
+    rest = items % programs
     place = program
     if full % 2 == 1:
         place = programs - 1 - program
     extra = 0
     if place < rest:
         extra = 1
-    return 2 * rounds + full + extra
+    return full + extra
+
+
+@gluon.jit
+def count_causal(program, tiles, heads, programs):
+    """How many tiles a program has if they are dealt by cost."""
+    rounds = pair_rounds(tiles, heads, programs)
+    left = tiles * heads - 2 * rounds * programs
+    return 2 * rounds + count_dealt(program, left, programs)
 
 
 @gluon.jit
@@ -70,9 +88,7 @@ def tile_causal(step, program, tiles, heads, programs):
         tile = pair % tiles
     if step >= 2 * rounds:
         turn = step - 2 * rounds
-        number = turn * programs + program
-        if turn % 2 == 1:
-            number = (turn + 1) * programs - 1 - program
+        number = number_dealt(turn, program, programs)
         # The first pair that is left is pair ``cut`` of head ``split``; whole heads follow it.
         split = 2 * (first // tiles)
         cut = first % tiles

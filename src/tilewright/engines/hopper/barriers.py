@@ -54,3 +54,15 @@ def stores_done():
         pack=1,
     )
     partition_barrier()
+
+
+@gluon.jit
+def opaque_zero():
+    """0, which the compiler does not know: what is computed from it is computed where it stands.
+
+    A rarely taken branch that repeats computations of a hot loop would otherwise share their
+    results, and registers would hold those throughout the loop.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -13,8 +13,9 @@ pytestmark = pytest.mark.L0
 
 @pytest.fixture(autouse=True)
 def _plain_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Inside kernels the helper is a compiled function; here it is the Python below it.
-    monkeypatch.setattr(attention_tiles, "pair_rounds", attention_tiles.pair_rounds.fn)
+    # Inside kernels the helpers are compiled functions; here they are the Python below them.
+    for name in ("pair_rounds", "number_dealt", "count_dealt"):
+        monkeypatch.setattr(attention_tiles, name, getattr(attention_tiles, name).fn)
 
 
 def walked(kind: str, tiles: int, heads: int, programs: int) -> list[list[tuple[int, int]]]:
