@@ -19,7 +19,7 @@ PAGES = sorted(
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Whole programs; the other pages' blocks go on from something that the reader has.
-PROGRAMS = ("docs/functions.md", "docs/generated_kernels.md", "docs/testing/detectors.md")
+PROGRAMS = ("docs/functions.md", "docs/generated_kernels.md")
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
