@@ -288,6 +288,81 @@ def test_plain_attention_of_each_head_size(depth: int, causal: bool) -> None:
     assert (pack["o"].double() - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
+BANDS: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"use_causal_mask": True},
+    "bottom right": {"use_causal_mask_bottom_right": True},
+    "window": {"use_causal_mask": True, "sliding_window_length": 200},
+    "band": {"diagonal_band_left_bound": 100, "diagonal_band_right_bound": 70},
+}
+
+
+@pytest.mark.parametrize("depth", [64, 96, 128, 256])
+@pytest.mark.parametrize("band", BANDS)
+def test_plain_loops_by_head_size_and_band(depth: int, band: str) -> None:
+    # Tiles that end beyond the operands, keys that are no multiple of a block, grouped heads, and
+    # values that are hidden, NaN and seen by some rows; many times, as warps may race.
+    rows, keys = 1088, 1057
+    dims = {"q": (4, rows), "k": (2, keys), "v": (2, keys)}
+    pack = {name: normal(2, *dim, depth, seed=ord(name)) for name, dim in dims.items()}
+    if band != "open":
+        pack["v"][:, :, 500] = torch.nan
+        pack["v"][:, :, 700, 3] = torch.inf
+    pack["o"] = torch.full_like(pack["q"], 7.0)
+    pack["stats"] = torch.full((2, 4, rows, 1), 7.0, device="cuda")
+    graph = build(pack, **BANDS[band])
+    seen = seen_keys(rows, keys, band)
+    q, k, v = pack["q"].double(), *(pack[x].double().repeat_interleave(2, 1) for x in "kv")
+    scores = (q @ k.transpose(2, 3) * depth**-0.5).masked_fill(~seen, -torch.inf)
+    expected = scores.softmax(-1).nan_to_num(0.0) @ v.nan_to_num(0.0, 0.0, 0.0)
+    sees_other = (seen.double() @ (~v.isfinite()).double()) > 0
+    first = None
+    for _ in range(20):
+        pack["o"].fill_(7.0)
+        pack["stats"].fill_(7.0)
+        graph.execute(pack, workspace_of(graph))
+        made = pack["o"].double()
+        assert not made[sees_other.expand_as(made)].isfinite().any()
+        assert (made - expected)[~sees_other].abs().max() <= 2**-7 * expected.abs().max()
+        some = seen.any(1)
+        stats = scores.logsumexp(-1, keepdim=True)
+        assert (pack["stats"] - stats)[:, :, some].abs().max() < 1e-4
+        assert (pack["stats"][:, :, ~some] == -torch.inf).all() and (made[:, :, ~some] == 0).all()
+        bits = pack["o"].view(torch.int16).clone()
+        first = bits if first is None else first
+        assert torch.equal(bits, first)
+
+
+def seen_keys(rows: int, keys: int, band: str) -> torch.Tensor:
+    """(rows, keys): what the masks of BANDS show."""
+    row = torch.arange(rows, device="cuda")[:, None]
+    col = torch.arange(keys, device="cuda")[None, :]
+    row = row + (keys - rows if band == "bottom right" else 0)
+    right, left = {"open": (None, None), "window": (0, 200), "band": (70, 100)}.get(band, (0, None))
+    seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
+    if right is not None:
+        seen &= col <= row + right
+    if left is not None:
+        seen &= col > row - left
+    return seen
+
+
+@pytest.mark.parametrize("depth", [64, 128, 256])
+def test_every_plan_computes_the_same_function(depth: int) -> None:
+    pack = {name: normal(1, 2, 512, depth, seed=ord(name)) for name in "qkvo"}
+    graph = build(pack, use_causal_mask=True)
+    made = []
+    for index in range(graph.get_execution_plan_count()):
+        if graph.get_plan_name_at_index(index).startswith("triton"):
+            pack["o"] = torch.full_like(pack["q"], torch.nan)
+            size = graph.get_workspace_size_plan_at_index(index)
+            workspace = torch.full((size + 1,), 0xAB, dtype=torch.uint8, device="cuda")
+            graph.execute_plan_at_index(pack, workspace, index=index)
+            made.append(pack["o"].float())
+    assert len(made) > 1
+    assert all((other - made[0]).abs().max() <= 2**-6 for other in made)
+
+
 def test_engines_agree_on_stats() -> None:
     pack = {name: normal(2, 4, 200, 64, seed=ord(name)) for name in "qkv"}
     pack["o"] = torch.full_like(pack["q"], torch.nan)
