@@ -167,7 +167,39 @@ def backward(call: Call) -> list[torch.Tensor]:
     return call.run()
 
 
-KINDS = pytest.mark.parametrize("kind", [dense, packed, paged, backward])
+def scored(call: Call, *, is_backward: bool = False) -> list[torch.Tensor]:
+    """A bias, a mask of tiles and a mask of kept weights, spread too."""
+    q = call.plain(draw(BATCH, HEADS, ROWS, WIDTH, seed=1))
+    k, v = (call.plain(draw(BATCH, HEADS_KV, ROWS, WIDTH, seed=seed)) for seed in (2, 3))
+    scores, tiles = (1, HEADS, ROWS, ROWS), (BATCH, HEADS, 1, 1)
+    kept = draw(BATCH, 1, ROWS, ROWS, seed=5) > -0.5
+    one = torch.full((1, 1, 1, 1), 1.25)
+    options: dict[str, Any] = {
+        "bias": call.apart(draw(*scores, seed=4), scores, torch.float32),
+        "block_mask": call.apart(torch.arange(BATCH * HEADS) % 3 > 0, tiles, torch.uint8),
+        "dropout": (call.apart(kept, (BATCH, 1, ROWS, ROWS), torch.float32), call.plain(one)),
+        "attn_scale": 0.3,
+    }
+    if not is_backward:
+        o, _ = call.graph.sdpa(q, k, v, is_inference=True, **options)
+        call.output(o)
+        return call.run()
+    o, d_o = (call.plain(draw(BATCH, HEADS, ROWS, WIDTH, seed=seed)) for seed in (6, 7))
+    stats = call.plain(draw(BATCH, HEADS, ROWS, 1, seed=8) + 3.0)
+    d_bias = call.graph.tensor(name="dBias")
+    made = call.graph.sdpa_backward(q, k, v, o, d_o, stats, dBias=d_bias, **options)
+    d_bias.set_dim(scores).set_stride((HEADS * ROWS * ROWS, ROWS * ROWS, ROWS, 1))
+    for tensor in (*made, d_bias.set_data_type("float32")):
+        call.output(tensor)
+    return call.run()
+
+
+def scored_backward(call: Call) -> list[torch.Tensor]:
+    return scored(call, is_backward=True)
+
+
+KINDS = (dense, packed, paged, backward)
+SCORED = (scored, scored_backward)
 
 
 def compact(value: torch.Tensor) -> torch.Tensor:
@@ -196,7 +228,7 @@ VARIANTS = [
 ]
 
 
-@KINDS
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("spread", "index", "sink"), VARIANTS)
 def test_any_step_and_type(kind: Any, spread: Spread, index: Any, sink: Any) -> None:
     wanted = kind(Call(compact, index, sink))
@@ -223,8 +255,15 @@ def test_one_length_for_all_sequences() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.L1
+@pytest.mark.parametrize("kind", SCORED)
+@pytest.mark.parametrize("spread", [stepped, transposed])
+def test_any_step_of_what_changes_scores(kind: Any, spread: Spread) -> None:
+    test_any_step_and_type(kind, spread, INT32, FP32)
+
+
 @pytest.mark.L0
-@KINDS
+@pytest.mark.parametrize("kind", [*KINDS, *SCORED])
 @pytest.mark.skipif(HAS_GPU, reason="a GPU has no sparse files")
 def test_steps_beyond_32_bits(kind: Any, tmp_path: Path) -> None:
     # B1: truncated to 32 bits each element's address is the first one's, a valid decoy.
@@ -232,10 +271,7 @@ def test_steps_beyond_32_bits(kind: Any, tmp_path: Path) -> None:
 
     def wide(value: torch.Tensor) -> torch.Tensor:
         axis = next((a for a, extent in enumerate(value.shape) if extent > 1), 0)
-        stride = [1] * value.dim()
-        inner = value[0].numel() if axis == 0 else 1
-        if axis == 0 and inner > 1:
-            stride = [0, inner, 1, 1]
+        stride = list(torch.empty(value.shape).stride())
         stride[axis] = 2**32
         made[0] += 1
         span = 1 + sum((n - 1) * s for n, s in zip(value.shape, stride, strict=True))
