@@ -17,6 +17,17 @@ from tilewright.launch.cuda_driver import check, driver
 _INVALID_CONTEXT = 201
 # Streams whose launch configuration a kernel remembers; past that each call makes its own.
 _REMEMBERED_STREAMS = 64
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver API, with a number for its union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+# The driver reads it at each launch that it stands in; nobody writes it.
+_EARLY = LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -33,15 +44,24 @@ class LaunchConfig(ctypes.Structure):
 
 
 class StreamConfigs(dict[int, Any]):
-    """stream -> a reference to one kernel's launch configuration there. Entries never change."""
+    """stream -> a reference to one kernel's launch configuration there. Entries never change.
 
-    def __init__(self, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
+    With ``is_early`` a launch need not wait for the one before it in the stream to end: once all
+    programs of that have said so, or have ended, it starts. What it reads of that launch's results
+    it reads after waiting in the kernel (``griddepcontrol.wait``). Recorded in a CUDA graph, the
+    launches keep this between them; nodes that ``cuda_graphs`` adds do not, and start one by one.
+    """
+
+    def __init__(
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *, is_early: bool = False
+    ) -> None:
         super().__init__()
         self.geometry = (grid, (threads, 1, 1), shared_bytes)
+        self._attributes = (ctypes.addressof(_EARLY), 1) if is_early else (None, 0)
 
     def __missing__(self, stream: int) -> Any:
         """Make the configuration for a stream, and remember it."""
-        config = ctypes.byref(LaunchConfig(*self.geometry, stream, None, 0))
+        config = ctypes.byref(LaunchConfig(*self.geometry, stream, *self._attributes))
         if len(self) < _REMEMBERED_STREAMS:
             self[stream] = config
         return config
@@ -63,9 +83,11 @@ class KernelCall:
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int,
+        *,
+        is_early: bool = False,
     ) -> None:
         self.name = name
-        self.streams = StreamConfigs(grid, threads, shared_bytes)
+        self.streams = StreamConfigs(grid, threads, shared_bytes, is_early=is_early)
         self.handle = function
         # A reference to what a handle points to is the handle itself, and needs no conversion.
         self.function = ctypes.byref(ctypes.c_char.from_address(function))

@@ -100,7 +100,8 @@ class KernelLaunch:
 
     ``types`` are the argument types in the kernel's order (Triton's spelling, "*bf16" for a
     pointer), ``arguments`` what goes there; ``function`` is the driver's handle. A tensor map is
-    three things in the block: the map itself, its extents, and its steps in elements.
+    three things in the block: the map itself, its extents, and its steps in elements. With
+    ``is_early`` it may start before the kernel in front of it in the stream has ended.
     """
 
     def __init__(
@@ -112,9 +113,11 @@ class KernelLaunch:
         shared_bytes: int,
         types: Sequence[str],
         arguments: Sequence[Argument],
+        *,
+        is_early: bool = False,
     ) -> None:
         self.name = name
-        self.call = KernelCall(name, function, grid, threads, shared_bytes)
+        self.call = KernelCall(name, function, grid, threads, shared_bytes, is_early=is_early)
         # Triton's own two trailing pointers, global and profile scratch, are null.
         types, self.arguments = _expanded(types, arguments)
         formats = [*("Q" if kind.startswith("*") else _FORMATS[kind] for kind in types), "Q", "Q"]

@@ -119,7 +119,9 @@ def resolve(
     for kernel in plan.kernels:
         digest, codes[digest] = kernel_code(kernel.spec, compute_capability)
         types = tuple(kind for _, kind in kernel.spec.types)
-        kernels.append(ResolvedKernel(digest, types, kernel.grid, kernel.arguments))
+        kernels.append(
+            ResolvedKernel(digest, types, kernel.grid, kernel.arguments, kernel.is_early)
+        )
     behind = None
     if plan.fallback is not None:
         behind, more = resolve(plan.fallback, compute_capability)
@@ -167,4 +169,5 @@ def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> Kernel
         code.shared_bytes,
         kernel.types,
         kernel.arguments,
+        is_early=kernel.is_early,
     )

@@ -29,11 +29,16 @@ TRITON_TYPES: dict[DataType, str] = {
 
 @record(frozen=True)
 class PlannedKernel:
-    """One launch of a plan. ``arguments`` follow ``spec.types``."""
+    """One launch of a plan. ``arguments`` follow ``spec.types``.
+
+    ``is_early``: it may start before the kernel in front of it has ended, for which it waits
+    itself (SM90 and newer).
+    """
 
     spec: KernelSpec
     grid: tuple[int, int, int]
     arguments: tuple[Argument, ...]
+    is_early: bool = False
 
 
 @record(frozen=True)

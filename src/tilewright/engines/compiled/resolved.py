@@ -17,12 +17,16 @@ Codes = Mapping[str, KernelCode]
 
 @record(frozen=True)
 class ResolvedKernel:
-    """One launch: the digest of its code, Triton's types of its arguments, and what goes there."""
+    """One launch: the digest of its code, Triton's types of its arguments, and what goes there.
+
+    ``is_early`` as in ``PlannedKernel``.
+    """
 
     digest: str
     types: tuple[str, ...]
     grid: tuple[int, int, int]
     arguments: tuple[Argument, ...]
+    is_early: bool = False
 
 
 @record(frozen=True)
@@ -53,6 +57,7 @@ class ResolvedPlan:
                     "types": list(kernel.types),
                     "grid": list(kernel.grid),
                     "arguments": [_encoded(argument) for argument in kernel.arguments],
+                    "is_early": kernel.is_early,
                 }
                 for kernel in self.kernels
             ],
@@ -74,6 +79,7 @@ def plan_of(document: Any) -> ResolvedPlan:
             tuple(map(str, kernel["types"])),
             _grid(kernel["grid"]),
             tuple(_decoded(argument) for argument in kernel["arguments"]),
+            bool(kernel["is_early"]),
         )
         for kernel in document["kernels"]
     )
