@@ -1,8 +1,8 @@
 """Loops of attention forward for plain scores, scaled and masked by lengths and a band alone.
 
-The sums are those of ``attention_loop.py``. Products for tensor cores that work beside a softmax:
-of the same program (``attend_ahead``), or of another one on the same multiprocessor
-(``attend_in_order``).
+The sums are those of ``attention_loop.py``. ``attend_ahead`` asks for a product early;
+``attend_in_order`` is for two programs a multiprocessor, of which one multiplies beside the other's
+exponentials.
 """
 
 import triton
@@ -54,8 +54,9 @@ def attend_ahead(
 ):  # fmt: skip
     """Keys [start, end) of plain scores, those of [start, stop) seen by every row; as ``attend``.
 
-    The product for a block is begun before the softmax of the one before it, so that tensor cores
-    work while exponentials are taken. ``scale`` is positive and in base 2. IS_WHOLE: no length
+    The product for a block is asked for before the softmax of the one before it. For SM90 Triton
+    3.6 and 3.7 wait for it at once, and for the product with V that is under way as well: one wait
+    for both is what is gained there. ``scale`` is positive and in base 2. IS_WHOLE: no length
     is given, so that what is beyond the last key is beyond the operand, where a map gives 0.
     MASKS_ALL: the band is so narrow that masks everywhere cost less than loops of their own at the
     edges; ``stop`` is ``end`` then.
