@@ -41,6 +41,10 @@ def test_a_late_read_of_a_result_alone_is_no_reason_to_accuse_frames(cuda_operan
     # Results are kept in the call's buffers, and hold NaN while its stream is busy. The caller's
     # stream, which reads them, is busy until the buffer's next call is in the midst of that.
     caller = torch.cuda.current_stream()
+    # The first use of a kernel loads it, and may wait for the device.
+    loaded = torch.zeros_like(cuda_operands["a"]).fill_(torch.nan).add(cuda_operands["b"]).clone()
+    torch.cuda._sleep(int(loaded.isnan().any()))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
     kept: dict[int, torch.Tensor] = {}
     calls: collections.Counter[int] = collections.Counter()
 
