@@ -441,7 +441,20 @@ def examined(declare: Callable[[Declaring], None]) -> tuple[Subject, dict[str, A
         graph.execute({**given, **results}, workspace_of(graph))
         return results
 
-    return replace(subject, call=call), operands
+    # A graph that is replayed needs its frame, which owns the workspace, as long as it may run.
+    frames: list[Any] = []
+
+    def declared(given: Any, results: Any) -> Any:
+        assert subject.declare is not None
+        made = subject.declare(given, results)
+
+        def bind(given: Any, results: Any) -> Any:
+            frames.append(made.bind(given, results))
+            return frames[-1]
+
+        return replace(made, bind=bind)
+
+    return replace(subject, call=call, declare=declared), operands
 
 
 def outputs_of(graph: Any, pattern: float = POISON) -> dict[str, torch.Tensor]:
