@@ -105,7 +105,7 @@ def main() -> int:
         found = list(pool.map(lambda job: check(*job, arguments.limit), jobs))
         controls = list(
             pool.map(
-                lambda name: check("racecheck", name, arguments.limit, is_control=True),
+                lambda name: check("racecheck", name, 40.0, is_control=True),
                 module_of(CONTROLS).CONTROLS
                 if torch.cuda.get_device_capability() == (9, 0)
                 else (),

@@ -7,6 +7,8 @@ In each, four warps get 32 numbers that another one brought to shared memory.
     partitions    two warp partitions that share nothing but what the compiler hands over
     handed_over   two partitions; after the numbers an mbarrier is arrived at, and waited for
     arrived       two partitions; a named barrier is arrived at by one and waited for by the other
+    ring          as ``handed_over``, eight times through two places that a named barrier frees
+    beside_copy   as ``ring``; the same mbarrier also waits for a bulk copy into other memory
     not_handed    as ``handed_over`` without the wait: a race
 
 A tool that follows all of this reports ``not_handed`` alone.
@@ -19,7 +21,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewright.engines.hopper.barriers import (
     FIRST_FREE,
@@ -29,6 +31,8 @@ from tilewright.engines.hopper.barriers import (
 )
 
 SIZE = gl.constexpr(32)
+ROUNDS = gl.constexpr(8)
+TILE_BYTES = gl.constexpr(16 * 64 * 2)
 
 
 @gluon.jit
@@ -73,6 +77,63 @@ def take_by_name(source, target, rooms, ready):
     """``take`` by a named barrier."""
     barrier_wait(FIRST_FREE, "160")
     load_numbers(target, rooms.index(0))
+
+
+@gluon.jit
+def give_round(map, source, rooms, tiles, ready, COPIES: gl.constexpr):
+    """``give`` in rounds: two places, each free again when its barrier is joined."""
+    for step in range(ROUNDS):
+        place = step % 2
+        if step >= 2:
+            barrier_wait(FIRST_FREE + place, "160")
+        if COPIES:
+            mbarrier.expect(ready.index(place), TILE_BYTES)
+            tma.async_copy_global_to_shared(map, [0, 0], ready.index(place), tiles.index(place))
+        store_numbers(source + step * SIZE, rooms.index(place), 1)
+        mbarrier.arrive(ready.index(place), count=1)
+    for place in range(2):
+        barrier_wait(FIRST_FREE + place, "160")
+
+
+@gluon.jit
+def take_round(target, rooms, ready):
+    """``take`` in rounds."""
+    for step in range(ROUNDS):
+        place = step % 2
+        mbarrier.wait(ready.index(place), (step // 2) & 1)
+        load_numbers(target + step * SIZE, rooms.index(place))
+        barrier_arrive(FIRST_FREE + place, "160")
+
+
+@gluon.jit
+def give_ring(map, source, target, rooms, tiles, ready):
+    give_round(map, source, rooms, tiles, ready, False)
+
+
+@gluon.jit
+def give_beside_copy(map, source, target, rooms, tiles, ready):
+    give_round(map, source, rooms, tiles, ready, True)
+
+
+@gluon.jit
+def take_ring(map, source, target, rooms, tiles, ready):
+    take_round(target, rooms, ready)
+
+
+@gluon.jit
+def rounds(map, source, target, COPIES: gl.constexpr):
+    """See the top: ``ring`` and ``beside_copy``."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rooms = gl.allocate_shared_memory(gl.int64, [2, 1, SIZE], layout)
+    tiles = gl.allocate_shared_memory(map.dtype, [2, 16, 64], map.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2):
+        mbarrier.init(ready.index(place), count=2 if COPIES else 1)
+    arguments = (map, source, target, rooms, tiles, ready)
+    if COPIES:
+        gl.warp_specialize([(take_ring, arguments), (give_beside_copy, arguments)], [1], [24])
+    else:
+        gl.warp_specialize([(take_ring, arguments), (give_ring, arguments)], [1], [24])
 
 
 @gluon.jit
@@ -136,19 +197,28 @@ CONTROLS: dict[str, Any] = {
     "partitions": (specialized, {"KIND": 0}),
     "handed_over": (specialized, {"KIND": 1}),
     "arrived": (specialized, {"KIND": 3}),
+    "ring": (rounds, {"COPIES": False}),
+    "beside_copy": (rounds, {"COPIES": True}),
     "not_handed": (specialized, {"KIND": 2}),
 }
 
 
 def main() -> int:
     import torch
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     kernel, constants = CONTROLS[sys.argv[1]]
-    source = torch.arange(32, dtype=torch.int64, device="cuda")
+    count = ROUNDS.value if kernel is rounds else 1
+    source = torch.arange(32 * count, dtype=torch.int64, device="cuda")
     target = torch.zeros_like(source)
-    kernel[(1,)](source, target, **constants, num_warps=4)
+    operands = [source, target]
+    if kernel is rounds:
+        tile = torch.zeros(16, 64, dtype=torch.float16, device="cuda")
+        layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.float16)
+        operands.insert(0, TensorDescriptor.from_tensor(tile, [16, 64], layout))
+    kernel[(1,)](*operands, **constants, num_warps=4)
     torch.cuda.synchronize()
-    print("right" if torch.equal(target, source.flip(0)) else "wrong")
+    print("right" if torch.equal(target, source.view(count, 32).flip(1).reshape(-1)) else "wrong")
     return 0
 
 
