@@ -35,8 +35,12 @@ from tilewright.graph.graph import DeclaredGraph
 MAX_WIDTH = 32768
 # Elements that one warp holds comfortably, which sets warps a row and rows a program.
 _ELEMENTS_A_WARP = 1024
-# Of rows longer than that: (up to so many elements, warps).
-_LONG_ROW_WARPS = ((1536, 2), (6144, 4), (16384, 8))
+_SHORT_ROW = 512
+# Of rows longer than that: (up to so many elements, rows a program, warps).
+_LONG_ROWS = (
+    *((1024, 2, 4), (1280, 1, 2), (1536, 2, 8), (2048, 1, 4)),
+    *((3584, 1, 8), (4096, 2, 16), (16384, 1, 8)),
+)
 
 
 @triton.jit
@@ -180,19 +184,21 @@ class NormConfig:
 
 
 def choose_config(width: int, *, is_row_contiguous: bool = False) -> NormConfig:
-    """Short rows share a program; a long row takes 2 to 8 warps, the longest 32.
+    """Short rows share a program; of long rows one or two do, on 2 to 16 warps, the longest 32.
 
-    As measured on an H200 (benchmark/norms_gpu.py). Programs that walk rows and read ahead, and
-    hints to the caches, were slower there.
+    As measured on an H200 (benchmark/norms_gpu.py), where 16 elements a thread, two vectors, were
+    nearest to the rate of a copy. Programs that walk rows and read ahead through registers or
+    shared memory, and hints to the caches, were slower there.
     """
     block = triton.next_power_of_2(width)
     if is_row_contiguous:
         # Neighbours in memory are of different rows: a tile takes 32 of them where they fit.
         rows = max(1, min(32, 16 * _ELEMENTS_A_WARP // block))
         return NormConfig(rows, max(1, min(16, rows * block // _ELEMENTS_A_WARP)))
-    if width > _ELEMENTS_A_WARP:
+    if width > _SHORT_ROW:
         # The row's own length decides: threads that lie beyond its end only wait.
-        return NormConfig(1, next((n for limit, n in _LONG_ROW_WARPS if width <= limit), 32))
+        fitting = (NormConfig(r, w) for limit, r, w in _LONG_ROWS if width <= limit)
+        return next(fitting, NormConfig(1, 32))
     rows = min(8, 4 * _ELEMENTS_A_WARP // block)
     return NormConfig(rows, max(1, min(4, rows * block // _ELEMENTS_A_WARP)))
 

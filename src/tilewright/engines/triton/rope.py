@@ -48,8 +48,11 @@ from tilewright.launch.prepared import Argument, Constant
 MAX_HALF = 2048
 _WARP_THREADS = 32
 _WARPS = 8
+_SHARED_WARPS = 4
 # Programs wanted on each multiprocessor before lines are not split any further.
 _PROGRAMS_A_MULTIPROCESSOR = 4
+# Where there may be a second table, the next lines wait in shared memory, so many steps of them.
+_STAGES = 3
 # A thread's limit where there is code for a second table, so that as many programs run at once as
 # without: what is spilled then is spilled where the halves of the angles differ.
 _REGISTERS = 64
@@ -86,32 +89,43 @@ def _rotate(
     IS_ADJOINT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """All lines of a block of positions; ``low`` and ``high`` are those of the first step."""
+    """All lines of a block of positions; ``low`` and ``high`` are those of the first step.
+
+    With STAGES the compiler reads ahead, by copies to shared memory that take no registers.
+    """
     low_cos, low_sin, high_cos, high_sin = tables
     heads, x_row, x_batch, x_head, x_step, out_row, out_batch, out_head, out_step = places
-    for first in range(start, last, HEADS):
+    for first in tl.range(start, last, HEADS, num_stages=STAGES):
         line = first + steps
         inside = (line < last) & in_table[None, :, :]
-        following = line + HEADS
-        is_there = (following < last) & in_table[None, :, :]
-        at = x_row + _line(following, heads, x_batch, x_head, IS_SHARED)
-        next_low = tl.load(at, mask=is_there, other=0.0)
-        next_high = tl.load(at + HALF * x_step, mask=is_there, other=0.0)
-        low, high = cast(low, COMPUTE), cast(high, COMPUTE)
-        if IS_ADJOINT:
-            low_result = product(low, low_cos) + product(high, high_sin)
-            high_result = product(high, high_cos) - product(low, low_sin)
+        if STAGES:
+            at = x_row + _line(line, heads, x_batch, x_head, IS_SHARED)
+            now_low = tl.load(at, mask=inside, other=0.0)
+            now_high = tl.load(at + HALF * x_step, mask=inside, other=0.0)
         else:
-            low_result = product(low, low_cos) - product(high, low_sin)
-            high_result = product(high, high_cos) + product(low, high_sin)
+            now_low, now_high = low, high
+            following = line + HEADS
+            is_there = (following < last) & in_table[None, :, :]
+            at = x_row + _line(following, heads, x_batch, x_head, IS_SHARED)
+            next_low = tl.load(at, mask=is_there, other=0.0)
+            next_high = tl.load(at + HALF * x_step, mask=is_there, other=0.0)
+        low_f, high_f = cast(now_low, COMPUTE), cast(now_high, COMPUTE)
+        if IS_ADJOINT:
+            low_result = product(low_f, low_cos) + product(high_f, high_sin)
+            high_result = product(high_f, high_cos) - product(low_f, low_sin)
+        else:
+            low_result = product(low_f, low_cos) - product(high_f, low_sin)
+            high_result = product(high_f, high_cos) + product(low_f, high_sin)
         if HAS_SCALE:
             low_result, high_result = low_result * scale, high_result * scale
         to = out_row + _line(line, heads, out_batch, out_head, IS_SHARED)
         tl.store(to, narrow(low_result, out_row.dtype.element_ty), mask=inside)
         to += HALF * out_step
         tl.store(to, narrow(high_result, out_row.dtype.element_ty), mask=inside)
-        low, high = next_low, next_high
+        if not STAGES:
+            low, high = next_low, next_high
 
 
 @triton.jit
@@ -122,6 +136,7 @@ def rotate_pairs(
     scale,
     heads,
     lines,
+    blocks,
     length,
     x_batch,
     x_head,
@@ -146,13 +161,15 @@ def rotate_pairs(
     IS_ADJOINT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     COMPUTE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    token_blocks = (length + TOKENS - 1) // TOKENS
-    program = tl.program_id(0).to(tl.int64)
-    group = (program % GROUPS).to(tl.int32)
+    # In 32 bits, as the number of programs is: a division of 64 would take longer than a table.
+    program = tl.program_id(0)
+    group = program % GROUPS
     block = program // GROUPS
-    batch = block // token_blocks
-    token = (block % token_blocks) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    number = block // blocks
+    batch = number.to(tl.int64)
+    token = (block - number * blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK).to(tl.int64)
     in_table = (token < length)[:, None] & (pair < HALF)[None, :]
     group_lines = (lines + GROUPS - 1) // GROUPS
@@ -166,8 +183,11 @@ def rotate_pairs(
     line = start + steps
     inside = (line < last) & in_table[None, :, :]
     first_at = x_row + _line(line, heads, x_batch, x_head, IS_SHARED)
-    low = tl.load(first_at, mask=inside, other=0.0)
-    high = tl.load(first_at + HALF * x_step, mask=inside, other=0.0)
+    if STAGES:
+        low, high = 0.0, 0.0
+    else:
+        low = tl.load(first_at, mask=inside, other=0.0)
+        high = tl.load(first_at + HALF * x_step, mask=inside, other=0.0)
 
     angles = freqs + batch * freqs_batch + (token * freqs_token)[:, None]
     angles += pair[None, :] * freqs_step
@@ -192,19 +212,19 @@ def rotate_pairs(
             tables = cosine, sine, high_cos[None, :, :], high_sin[None, :, :]
             _rotate(
                 low, high, tables, places, start, last, steps, in_table, scale,
-                HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE,
+                HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE, STAGES,
             )  # fmt: skip
         else:
             tables = cosine, sine, cosine, sine
             _rotate(
                 low, high, tables, places, start, last, steps, in_table, scale,
-                HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE,
+                HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE, STAGES,
             )  # fmt: skip
     else:
         tables = cosine, sine, cosine, sine
         _rotate(
             low, high, tables, places, start, last, steps, in_table, scale,
-            HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE,
+            HALF, HEADS, IS_SHARED, IS_ADJOINT, HAS_SCALE, COMPUTE, STAGES,
         )  # fmt: skip
     if TAIL:
         rest = tl.arange(0, TAIL_BLOCK).to(tl.int64)[None, None, :]
@@ -245,7 +265,7 @@ def choose_config(
     vector = POINTER_ALIGNMENT_BYTES * 8 // source.data_type.bits
     block = triton.next_power_of_2(half)
     if warps is None:
-        warps = _WARPS
+        warps = _SHARED_WARPS if is_shared else _WARPS
     rows = max(1, _WARP_THREADS * vector // block)
     tokens = min(rows, most_tokens)
     step = min(rows * warps // tokens, most_lines)
@@ -253,15 +273,20 @@ def choose_config(
     while warps > 1 and tokens * step * block < _WARP_THREADS * warps * vector:
         warps //= 2
     programs = max(tables * triton.cdiv(length, tokens), 1)
-    wanted = triton.cdiv(_PROGRAMS_A_MULTIPROCESSOR * sm_count, programs)
+    wanted = triton.cdiv(_PROGRAMS_A_MULTIPROCESSOR * _WARPS // warps * sm_count, programs)
     groups = max(1, min(wanted, lines // step))
     return RopeConfig(tokens, step, groups, warps)
 
 
-def is_shared(source: Tensor, freqs: Tensor) -> bool:
-    """True if the heads of several batches are rotated by the same angles."""
+def is_shared(source: Tensor, freqs: Tensor, half: int) -> bool:
+    """True if one program rotates heads of several batches, which have the same angles.
+
+    That pays where there are two tables to make; one is made while the first heads are on their
+    way.
+    """
     batch, heads = source.dim[:2]
-    return freqs.dim[0] == 1 and batch > 1 and batch * heads <= _MAX_LINES
+    has_second = freqs.dim[3] == 2 * half
+    return has_second and freqs.dim[0] == 1 and batch > 1 and batch * heads <= _MAX_LINES
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -269,7 +294,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     operation = only_operation(graph, "rotations")
     source, freqs, _ = _operands(operation)
     half = _check(operation)
-    config = choose_config(source, half, sm_count, is_shared=is_shared(source, freqs))
+    config = choose_config(source, half, sm_count, is_shared=is_shared(source, freqs, half))
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
     return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
 
@@ -303,10 +328,11 @@ def _plan(
     half = _check(operation)
     if 0 in x.dim:
         return KernelPlan(())
-    shares = is_shared(x, freqs)
+    shares = is_shared(x, freqs, half)
     config = choose_config(x, half, sm_count, warps, is_shared=shares)
     batch, heads, length, extent = x.dim
     tables, lines = (1, batch * heads) if shares else (batch, heads)
+    blocks = triton.cdiv(length, config.tokens)
     scale = float(operation.output_scale)
     is_double = DataType.DOUBLE in (x.data_type, out.data_type)
     pointers = {"x": x, "freqs": freqs, "out": out}
@@ -329,10 +355,10 @@ def _plan(
     units = {name: 1 for name, value in integers.items() if name.endswith("_step") and value == 1}
     types = [(name, pointer_type(tensor)) for name, tensor in pointers.items()]
     types.append(("scale", "fp64" if is_double else "fp32"))
-    types += [("heads", "i32"), ("lines", "i32")]
+    types += [("heads", "i32"), ("lines", "i32"), ("blocks", "i32")]
     types += [(name, "i64") for name in integers if name not in units]
     arguments: list[Argument] = [operand(slots, tensor) for tensor in pointers.values()]
-    arguments += [Constant(scale), Constant(heads), Constant(lines)]
+    arguments += [Constant(scale), Constant(heads), Constant(lines), Constant(blocks)]
     arguments += [Constant(value) for name, value in integers.items() if name not in units]
     aligned = set()
     if is_aligned:
@@ -361,6 +387,7 @@ def _plan(
             ("HEADS", config.heads),
             ("GROUPS", config.groups),
             ("IS_SHARED", shares),
+            ("STAGES", _STAGES if is_limited and not shares else 0),
             ("IS_ADJOINT", operation.kind == "rope_backward"),
             ("HAS_SCALE", scale != 1.0),
             ("COMPUTE", tl.float64 if is_double else tl.float32),
@@ -369,7 +396,7 @@ def _plan(
         config.warps,
         max_registers=_REGISTERS if is_limited else None,
     )
-    grid = (tables * triton.cdiv(length, config.tokens) * config.groups, 1, 1)
+    grid = (tables * blocks * config.groups, 1, 1)
     return KernelPlan((PlannedKernel(spec, grid, tuple(arguments)),))
 
 
