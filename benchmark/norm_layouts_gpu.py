@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from building import build_aligned
 from results import Table
 from timing import Call, device_ms
 
@@ -33,7 +34,7 @@ def declare() -> Any:
 
 def frame_of(graph: Any, operands: dict[Any, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """(bound frame, outputs in declaration order)."""
-    graph.build()
+    build_aligned(graph)
     if graph.selected_engine != "triton":
         raise SystemExit(str(graph.explain()))
     made = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from building import build_aligned
 from results import Table
 from timing import Call, device_ms
 
@@ -30,7 +31,7 @@ def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
     phase = tw.norm_forward_phase.INFERENCE
     made = getattr(graph, kind)(phase, source, scale, bias, graph.tensor_scalar(1e-6))
     made[0].set_output(True).set_name("y")
-    graph.build()
+    build_aligned(graph)
     return graph
 
 
@@ -96,7 +97,7 @@ def backward_calls(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> dict[st
             if tensor is not None:
                 tensor.set_output(True)
                 pack[tensor] = buffer
-        graph.build()
+        build_aligned(graph)
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
         frame = graph.bind(pack, workspace)
         frame.launch()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from building import build_aligned
 from results import Table
 from timing import Call, device_ms
 
@@ -107,7 +108,7 @@ def frame_of(name: str, tensors: Tensors) -> tuple[Any, torch.Tensor]:
     graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
     declared = {key: graph.tensor(tensors[key].shape, name=key) for key in operands}
     declare(graph, declared).set_output(True).set_name("y")
-    graph.build()
+    build_aligned(graph)
     if graph.selected_engine != "triton":
         raise SystemExit(f"{name}: {graph.explain()}")
     (out,) = graph.outputs()

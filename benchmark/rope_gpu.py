@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import torch
+from building import build_aligned
 from results import Table
 from timing import Call, device_ms
 
@@ -26,7 +27,7 @@ def frame_of(x: torch.Tensor, freqs: torch.Tensor, out: torch.Tensor, kind: str 
     angles = graph.tensor(freqs.shape, freqs.stride(), freqs.dtype, name="freqs")
     made = getattr(graph, kind)(source, angles).set_output(True).set_name("y")
     made.set_dim(x.shape).set_stride(out.stride())
-    graph.build()
+    build_aligned(graph)
     return graph.bind({"x": x, "freqs": freqs, "y": out})
 
 
