@@ -78,27 +78,36 @@ def bare_launches(frame: Any) -> dict[str, Call]:
 
 def cudnn_calls(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> dict[str, Call | str]:
     """cuDNN's front end on the same operands: the call, or why there is none."""
+    wide = weight.float()
     makers: dict[str, Callable[[], Call | None]] = {
         "cuDNN front end, rmsnorm": lambda: cudnn_frontend.rms_norm(x, weight, y, 1e-6),
-        "cuDNN front end, product": lambda: cudnn_frontend.product(x, y, torch.empty_like(x)),
+        "cuDNN front end, rmsnorm, weight in float32": lambda: cudnn_frontend.rms_norm(
+            x, wide, y, 1e-6
+        ),
+        "cuDNN front end, product": lambda: cudnn_frontend.product(x, x, y),
     }
+    expected = F.rms_norm(x.double(), (WIDTH,), weight.double(), 1e-6)
     made: dict[str, Call | str] = {}
     for name, make in makers.items():
+        wanted = expected if "rmsnorm" in name else x.double() * x.double()
         try:
+            y.zero_()
             call = make()
             if call is not None:
                 call()
+            torch.cuda.synchronize()
         except Exception as error:
             # A peer: whatever it raises is its answer here.
             made[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             print(name, made[name], flush=True)
+            continue
+        off = (y.double() - wanted).abs().max().item()
+        if call is None:
+            made[name] = "not installed"
+        elif not off <= 2**-7 * wanted.abs().max().item():
+            made[name] = f"wrong by {off}"
         else:
-            made[name] = "not installed" if call is None else call
-    if callable(made["cuDNN front end, rmsnorm"]):
-        expected = F.rms_norm(x.double(), (WIDTH,), weight.double(), 1e-6)
-        error = (y.double() - expected).abs().max().item()
-        if not error <= 2**-7 * expected.abs().max().item():
-            made["cuDNN front end, rmsnorm"] = f"wrong by {error}"
+            made[name] = call
     return made
 
 
