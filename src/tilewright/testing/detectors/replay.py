@@ -116,10 +116,16 @@ def _captured(run: Callable[[], None], owned: contextlib.ExitStack) -> Callable[
     graph = torch.cuda.CUDAGraph()
     # Not left to the garbage collector, which may come inside of a later capture.
     owned.callback(graph.reset)
+    # With it goes its workspace, which replays write.
+    owned.callback(_keep, run)
     owned.callback(torch.cuda.synchronize)
     with torch.cuda.graph(graph):
         run()
     return graph.replay
+
+
+def _keep(run: Callable[[], None]) -> None:
+    """Do nothing: who holds a call of this holds the run."""
 
 
 assert_replay_freshness = asserting(replay_freshness)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import weakref
 
 import pytest
 import torch
 
 from tilewright.testing import detectors
-from tilewright.testing.detectors import Outcome
+from tilewright.testing.detectors import Outcome, replay
 
 pytestmark = pytest.mark.L0
 Given = dict[str, torch.Tensor]
@@ -89,3 +91,17 @@ def test_a_scale_read_at_capture_is_seen(cuda_operands: Given) -> None:
     given = {"a": cuda_operands["a"], "scale": torch.tensor([0.5], device="cuda")}
     verdict = detectors.replay_freshness(reads_once, given, lambda g: {"out": g["a"] * g["scale"]})
     assert verdict.outcome is Outcome.BROKEN, verdict
+
+
+def test_a_captured_run_lives_as_long_as_its_replays(cuda_operands: Given) -> None:
+    class Run:
+        def __call__(self) -> None:
+            torch.add(cuda_operands["a"], 1.0, out=cuda_operands["b"])
+
+    run = Run()
+    alive = weakref.ref(run)
+    with contextlib.ExitStack() as owned:
+        replay._captured(run, owned)()
+        del run
+        assert alive() is not None
+    assert alive() is None
