@@ -78,18 +78,18 @@ def bare_launches(frame: Any) -> dict[str, Call]:
 
 def cudnn_calls(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> dict[str, Call | str]:
     """cuDNN's front end on the same operands: the call, or why there is none."""
-    wide = weight.float()
+    wide, other = weight.float(), x.flip(0).contiguous()
     makers: dict[str, Callable[[], Call | None]] = {
         "cuDNN front end, rmsnorm": lambda: cudnn_frontend.rms_norm(x, weight, y, 1e-6),
         "cuDNN front end, rmsnorm, weight in float32": lambda: cudnn_frontend.rms_norm(
             x, wide, y, 1e-6
         ),
-        "cuDNN front end, product": lambda: cudnn_frontend.product(x, x, y),
+        "cuDNN front end, product": lambda: cudnn_frontend.product(x, other, y),
     }
     expected = F.rms_norm(x.double(), (WIDTH,), weight.double(), 1e-6)
     made: dict[str, Call | str] = {}
     for name, make in makers.items():
-        wanted = expected if "rmsnorm" in name else x.double() * x.double()
+        wanted = expected if "rmsnorm" in name else x.double() * other.double()
         try:
             y.zero_()
             call = make()
