@@ -83,9 +83,9 @@ def choose_config(spec: AttentionSpec) -> AttentionConfig:
         return AttentionConfig(warpgroups=3)
     if depth == 64:
         return AttentionConfig(stages=3, early=True)
-    if depth == 192:
+    if depth == 192 and padded(spec.depth_v) <= 128:
         return AttentionConfig(q_slots=1, out_parts=0)
-    if depth == 256:
+    if depth >= 192:
         return AttentionConfig(block_n=64, q_slots=1, out_parts=2, turns=False)
     return AttentionConfig(early=spec.is_banded)
 

@@ -247,6 +247,27 @@ def test_only_sm90_is_admitted() -> None:
     assert admit(entry.rows, operation, DeviceProperties("cpu")) is not None
 
 
+@pytest.mark.L0
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_of_every_head_size_fit_into_shared_memory(is_causal: bool) -> None:
+    for depth in range(8, 257, 8):
+        for depth_v in range(8, depth + 1, 8):
+            dims = ((1, 2, 1024, depth),) * 2 + ((1, 2, 1024, depth_v),)
+            kernel = attention.plan(declare(dims=dims, use_causal_mask=is_causal), (), 132)
+            made = dict(kernel.kernels[0].spec.constants)
+            rows = 64 * made["WARPGROUPS"]
+            width, width_v, parts = made["DEPTH"], made["DEPTH_V"], made["OUT_PARTS"]
+            q_width = width if parts else max(width, width_v)
+            elements = made["Q_SLOTS"] * rows * q_width
+            elements += made["STAGES"] * made["BLOCK_N"] * (width + width_v)
+            elements += rows * width_v // parts if parts else 0
+            # What barriers and reductions need besides is below 2 KiB.
+            assert 2 * elements <= 225 * 1024, (depth, depth_v)
+            # Barriers of a program: one a group, two a stage, one a tile of Q, five of Triton's.
+            named = made["WARPGROUPS"] + 2 * made["STAGES"] + made["Q_SLOTS"]
+            assert 5 + named <= 16, (depth, depth_v)
+
+
 COMPILE = """
 import json, sys
 import triton
@@ -340,4 +361,5 @@ def test_all_kernels_compile_for_sm90_and_are_called_as_compiled() -> None:
     cases = [((64,) * 3, True, 0), ((64,) * 3, False, 0), ((128,) * 3, False, 0)]
     cases += [((256,) * 3, True, 0), ((256,) * 3, False, 0), ((192, 192, 128), True, 0)]
     cases += [((128,) * 3, True, 128), ((256,) * 3, False, 48), ((128,) * 3, False, 1)]
+    cases += [((160,) * 3, True, 0)]
     check_compiled(cases)

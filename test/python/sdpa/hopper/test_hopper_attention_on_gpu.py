@@ -183,7 +183,9 @@ def test_every_band_at_every_extent(size: int, extents: tuple[int, int]) -> None
 
 
 @pytest.mark.L1
-@pytest.mark.parametrize("sizes", [(8, 8), (80, 80), (96, 96), (192, 128), (200, 72)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 8), (80, 80), (96, 96), (160, 160), (192, 128), (200, 72)], ids=str
+)
 def test_head_sizes_between_the_kernels(sizes: tuple[int, int]) -> None:
     for band in (NO_BAND, CAUSAL):
         tensors = draw(3, (4, 2), (260, 300), sizes)
