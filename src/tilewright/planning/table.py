@@ -154,9 +154,11 @@ _HOPPER_ROWS = (
     CapabilityRow(
         ("sdpa_backward",),
         frozenset({DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
+        INDICES,
         devices=frozenset({"cuda"}),
         compute_capabilities=frozenset({(9, 0)}),
-        note="16-bit, dense, head sizes to 128; bands, GQA, sinks; dQ is summed in no fixed order",
+        note="16-bit; head sizes to 256; bands, GQA, lengths, ragged, sinks; dQ in a fixed order, "
+        "up to 64 in none unless asked for",
     ),
 )
 

@@ -1,6 +1,8 @@
-"""Attention backward on SM90: what is taken, and the launches around the Gluon kernel.
+"""Attention backward on SM90: the launches of its kernels.
 
-The order in which dQ's sums are made is not fixed: ``use_deterministic_algorithm`` is declined.
+Head sizes up to 64 have one pass that makes dK and dV and adds up dQ in memory, in no fixed order.
+Where ``use_deterministic_algorithm`` asks for one, and for other head sizes, dQ has a kernel of its
+own: two of the seven products are made twice, and that measured quicker than the additions.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from tilewright.engines.compiled.planned import (
     slot_numbers,
 )
 from tilewright.engines.hopper.attention_backward_kernel import attention_backward
+from tilewright.engines.hopper.attention_backward_query import attention_backward_query
 from tilewright.engines.hopper.attention_backward_rows import (
     finish_rows,
     finish_sinks,
     prepare_rows,
 )
 from tilewright.engines.hopper.attention_backward_spec import BackwardSpec, read_backward
+from tilewright.engines.hopper.attention_backward_wide import attention_backward_wide
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
@@ -34,41 +38,67 @@ from tilewright.launch.prepared import Argument, Constant, Scratch
 from tilewright.launch.tensor_maps import tensor_map
 from tilewright.launch.workspace import plan_workspace
 
-# Keys of a program and rows of a tile; see ``attention_backward_kernel``.
-_BLOCK_KEYS, _ROWS = 128, 64
-_STAGES = 2
+# Keys of a program, and rows that a program before or behind the products has; see
+# ``attention_backward_kernel``.
+_BLOCK_KEYS, _BLOCK_ROWS = 128, 64
+# Rows are padded to this in the workspace.
+_PADDED_TO = 128
+# Rows of a tile and slots for tiles of Q, by the width of the products.
+_TILES = {64: (128, 2), 128: (64, 3), 256: (64, 2)}
+_SLOTS_O = 2
+# Of the kernel of dQ: rows of a program, and by the width of the products keys of a block, slots
+# for blocks of K and of V.
+_QUERY_ROWS = 128
+_QUERY_TILES = {64: (64, 4, 3), 128: (64, 4, 3), 256: (64, 2, 1)}
+# The widest products whose dQ is added up, and whose dK and dV are made by the same consumers.
+_WIDEST_WITH_SUMS, _WIDEST_TOGETHER = 64, 128
+# What programs that run at the same time read and add to should stay in L2.
+_L2_BYTES = 50 * 2**20
 _ENTRY_REGISTERS = 168
 _PART_WARPS = 4
 _SINK_ROWS = 1024
-_FLOAT_BYTES = 4
+_ITEM_BYTES, _FLOAT_BYTES = 2, 4
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal."""
-    _only_spec(graph)
-    return [
-        Proposal(
-            ((knob_type.STAGES, _STAGES),),
-            1.0,
-            frozenset({behavior_note.RUNTIME_COMPILATION}),
-            frozenset({numeric_note.NONDETERMINISTIC}),
-        )
-    ]
+    spec = _only_spec(graph)
+    notes = frozenset({numeric_note.NONDETERMINISTIC}) if has_sums(spec) else frozenset()
+    rows, stages = tile_of(spec)
+    knobs = ((knob_type.TILE_M, rows), (knob_type.STAGES, stages))
+    return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}), notes)]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Row statistics, the products, dQ, and dSink where it is asked for."""
-    call = _Call(_only_spec(graph), slot_numbers(graph))
-    kernels = [call.prepare(), call.products(dict(knobs).get(knob_type.STAGES, _STAGES))]
-    kernels.append(call.finish())
+    spec, given = _only_spec(graph), dict(knobs)
+    rows, stages = tile_of(spec)
+    call = _Call(spec, slot_numbers(graph), given.get(knob_type.TILE_M, rows))
+    kernels = [call.prepare(), call.products(given.get(knob_type.STAGES, stages))]
+    kernels.append(call.finish() if call.has_sums else call.query())
     if "dSink_token" in call.spec.ports:
         kernels.append(call.sinks())
     return KernelPlan(tuple(kernels), call.scratch)
 
 
+def width_of(spec: BackwardSpec) -> int:
+    """The width of the products: that of the wider head size."""
+    return max(padded(spec.depth), padded(spec.depth_v))
+
+
+def has_sums(spec: BackwardSpec) -> bool:
+    """True if dQ is added up in memory."""
+    return not spec.is_deterministic and width_of(spec) <= _WIDEST_WITH_SUMS
+
+
+def tile_of(spec: BackwardSpec) -> tuple[int, int]:
+    """(rows of a tile, slots for tiles of Q): what measured best."""
+    return _TILES[width_of(spec)]
+
+
 def padded(head_size: int) -> int:
     """The head size that the products are made with; the copies fill up with zeros."""
-    return 64 if head_size <= 64 else 128
+    return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
 
 
 @dataclass
@@ -95,6 +125,24 @@ class _Arguments:
         """Counts, int32."""
         for name, value in values.items():
             self.add(name, "i32", Constant(value))
+
+    def starts(self, name: str, tensor: Tensor, *, in_rows: bool = False) -> None:
+        """Where a packed operand's sequences start, in rows or elements; a dense one has none."""
+        given = tensor.ragged_offset
+        unit = tensor.ragged_offset_multiplier
+        if in_rows:
+            unit //= max(tensor.stride[2], 1)
+        self.pointer(f"{name}_starts", tensor if given is None else given)
+        step = 0 if given is None else given.stride[0]
+        self.add(f"{name}_starts_step", "i64", Constant(step))
+        unit = 0 if given is None else unit
+        self.add(f"{name}_unit", "i64", Constant(unit), is_aligned=unit % 16 == 0)
+
+    def lengths(self, name: str, tensor: Tensor | None, stand_in: Tensor) -> None:
+        """Lengths of sequences, or their running sums."""
+        self.pointer(f"lengths_{name}", stand_in if tensor is None else tensor)
+        step = 0 if tensor is None else tensor.stride[0]
+        self.add(f"lengths_{name}_step", "i64", Constant(step))
 
     def steps(self, name: str, tensor: Tensor) -> None:
         """The steps of batch, head and row."""
@@ -125,14 +173,19 @@ class _Arguments:
 class _Call:
     """What the launches of one plan have in common."""
 
-    def __init__(self, spec: BackwardSpec, slots: Mapping[int, int]) -> None:
-        self.spec, self.slots = spec, slots
+    def __init__(self, spec: BackwardSpec, slots: Mapping[int, int], tile_rows: int) -> None:
+        self.spec, self.slots, self.tile_rows = spec, slots, tile_rows
         self.depth, self.depth_v = padded(spec.depth), padded(spec.depth_v)
+        self.is_wide = width_of(spec) > _WIDEST_TOGETHER
+        if self.is_wide:
+            self.depth = self.depth_v = width_of(spec)
+        self.has_sums = has_sums(spec)
         self.lines = spec.batch * spec.heads_q
-        self.padded_rows = -(-spec.rows // _ROWS) * _ROWS
+        self.padded_rows = -(-spec.rows // _PADDED_TO) * _PADDED_TO
         count = self.lines * self.padded_rows * _FLOAT_BYTES
         sizes = [("row statistics", count), ("row products", count)]
-        sizes.append(("sums of dQ", count * self.depth))
+        if self.has_sums:
+            sizes.append(("sums of dQ", count * self.depth))
         self.scratch = tuple(sizes)
         self.offsets = [piece.offset_bytes for piece in plan_workspace(sizes).pieces]
 
@@ -143,34 +196,117 @@ class _Call:
         for name, tensor in ports.items():
             arguments.pointer(name, tensor, is_aligned=name != "stats")
         self._workspace(arguments)
+        arguments.lengths("q", spec.lengths_q, spec.ports["q"])
+        for name, tensor in ports.items():
+            arguments.starts(name, tensor)
         arguments.counts(rows=spec.rows, padded_rows=self.padded_rows, heads=spec.heads_q)
         for name, tensor in ports.items():
             arguments.steps(name, tensor)
-        constants = {
-            "WIDTH": spec.depth_v,
-            "BLOCK_WIDTH": self.depth_v,
-            "DEPTH": self.depth,
-            "ROWS": _ROWS,
-        }
-        programs = self.lines * (self.padded_rows // _ROWS)
-        return arguments.kernel(prepare_rows, programs, constants, _PART_WARPS)
+        constants = {"WIDTH": spec.depth_v, "BLOCK_WIDTH": self.depth_v}
+        constants["DEPTH"] = self.depth if self.has_sums else 0
+        constants |= self._sequences_q()
+        return arguments.kernel(prepare_rows, self._row_blocks(), constants, _PART_WARPS)
 
     def products(self, stages: int) -> PlannedKernel:
-        """The Gluon kernel."""
+        """DK and dV, and dQ's sums."""
         spec, arguments = self.spec, _Arguments(self.slots)
-        for name, port, depth in (
-            ("q_map", "q", self.depth),
-            ("k_map", "k", self.depth),
-            ("v_map", "v", self.depth_v),
-            ("d_o_map", "dO", self.depth_v),
+        block_keys = _BLOCK_KEYS // 2 if self.is_wide else _BLOCK_KEYS
+        self._maps(arguments, self.tile_rows, _BLOCK_KEYS // 2)
+        for name, port in (("d_k", "dK"), ("d_v", "dV")):
+            arguments.pointer(name, spec.ports[port], is_aligned=True)
+        self._workspace(arguments, with_sums=not self.is_wide)
+        self._sequences(arguments, ("d_k", "d_v"))
+        group_bytes = (self.depth + self.depth_v) * _ITEM_BYTES
+        if self.has_sums:
+            group_bytes += self.depth * _FLOAT_BYTES
+        group_bytes *= spec.group * self.padded_rows
+        self._problem(arguments, together=self._together(group_bytes, spec.heads_kv))
+        arguments.steps("d_k", spec.ports["dK"])
+        arguments.steps("d_v", spec.ports["dV"])
+        constants = {
+            "DEPTH": self.depth,
+            "DEPTH_V": self.depth_v,
+            "WIDTH": spec.depth,
+            "WIDTH_V": spec.depth_v,
+            "ROWS": self.tile_rows,
+        }
+        constants |= self._masks(block_keys)
+        kernel = attention_backward_wide
+        if not self.is_wide:
+            constants |= {"STAGES": stages, "STAGES_O": _SLOTS_O, "MAKES_D_Q": self.has_sums}
+            kernel = attention_backward
+        programs = -(-spec.keys // block_keys) * spec.heads_kv * spec.batch
+        return arguments.kernel(kernel, programs, constants, 4, _ENTRY_REGISTERS)
+
+    def query(self) -> PlannedKernel:
+        """DQ in a fixed order."""
+        spec, arguments = self.spec, _Arguments(self.slots)
+        block, stages, stages_v = _QUERY_TILES[width_of(spec)]
+        self._maps(arguments, _QUERY_ROWS // 2, block)
+        arguments.pointer("d_q", spec.ports["dQ"], is_aligned=True)
+        self._workspace(arguments, with_sums=False)
+        self._sequences(arguments, ("d_q",))
+        head_bytes = spec.keys * (self.depth + self.depth_v) * _ITEM_BYTES
+        together = self._together(head_bytes, spec.heads_kv) * spec.group
+        self._problem(arguments, together=together)
+        arguments.steps("d_q", spec.ports["dQ"])
+        constants = {
+            "DEPTH": self.depth,
+            "DEPTH_V": self.depth_v,
+            "WIDTH": spec.depth,
+            "BLOCK": block,
+            "STAGES": stages,
+            "STAGES_V": stages_v,
+        }
+        constants |= self._masks(block)
+        programs = -(-spec.rows // _QUERY_ROWS) * self.lines
+        return arguments.kernel(attention_backward_query, programs, constants, 4, _ENTRY_REGISTERS)
+
+    def finish(self) -> PlannedKernel:
+        """DQ from its sums."""
+        spec, arguments = self.spec, _Arguments(self.slots)
+        d_q = spec.ports["dQ"]
+        arguments.add("sums", "*fp32", Scratch(self.offsets[2]), is_aligned=True)
+        arguments.pointer("d_q", d_q, is_aligned=True)
+        arguments.lengths("q", spec.lengths_q, spec.ports["q"])
+        arguments.starts("d_q", d_q)
+        arguments.add("scale", "fp32", Constant(spec.scale))
+        arguments.counts(rows=spec.rows, padded_rows=self.padded_rows, heads=spec.heads_q)
+        arguments.steps("d_q", d_q)
+        columns = self.depth // 2 if self.tile_rows == _BLOCK_ROWS else self.depth
+        constants = {"DEPTH": self.depth, "WIDTH": spec.depth, "COLUMNS": columns}
+        constants |= self._sequences_q()
+        return arguments.kernel(finish_rows, self._row_blocks(), constants, _PART_WARPS)
+
+    def _row_blocks(self) -> int:
+        return self.lines * (self.padded_rows // _BLOCK_ROWS)
+
+    def _sequences_q(self) -> dict[str, int | bool]:
+        return {"LENGTHS_Q": self.spec.length_kind("q"), "RAGGED_Q": self.spec.ragged_q}
+
+    def _maps(self, arguments: _Arguments, rows: int, keys: int) -> None:
+        """Tensor maps that move tiles of ``rows`` rows and ``keys`` keys."""
+        for name, port, extent, depth in (
+            ("q_map", "q", rows, self.depth),
+            ("k_map", "k", keys, self.depth),
+            ("v_map", "v", keys, self.depth_v),
+            ("d_o_map", "dO", rows, self.depth_v),
         ):
-            tensor, box = spec.ports[port], (1, 1, _ROWS, depth)
+            tensor, box = self.spec.ports[port], (1, 1, extent, depth)
             value = tensor_map(tensor, self.slots[tensor.uid], box)
             arguments.add(name, map_type(tensor, box), value)
-        d_k, d_v = spec.ports["dK"], spec.ports["dV"]
-        arguments.pointer("d_k", d_k, is_aligned=True)
-        arguments.pointer("d_v", d_v, is_aligned=True)
-        self._workspace(arguments)
+
+    def _sequences(self, arguments: _Arguments, gradients: tuple[str, ...]) -> None:
+        """Lengths of sequences, and where they start in what a kernel reads and stores."""
+        spec = self.spec
+        arguments.lengths("q", spec.lengths_q, spec.ports["q"])
+        arguments.lengths("kv", spec.lengths_kv, spec.ports["q"])
+        ports = {"d_o": "dO", "d_q": "dQ", "d_k": "dK", "d_v": "dV"}
+        for name in ("q", "d_o", "k", "v", *gradients):
+            arguments.starts(name, spec.ports[ports.get(name, name)], in_rows=True)
+
+    def _problem(self, arguments: _Arguments, together: int) -> None:
+        spec = self.spec
         arguments.add("scale", "fp32", Constant(spec.scale))
         arguments.counts(
             rows=spec.rows,
@@ -180,34 +316,27 @@ class _Call:
             right=spec.right or 0,
             heads_kv=spec.heads_kv,
             group=spec.group,
-            depth=spec.depth,
-            depth_v=spec.depth_v,
+            together=together,
         )
-        arguments.steps("d_k", d_k)
-        arguments.steps("d_v", d_v)
-        constants = {
-            "DEPTH": self.depth,
-            "DEPTH_V": self.depth_v,
-            "STAGES": stages,
+
+    def _masks(self, block_keys: int) -> dict[str, int | bool]:
+        spec = self.spec
+        return self._sequences_q() | {
             "HAS_LEFT": spec.left is not None,
             "HAS_RIGHT": spec.right is not None,
-            "HAS_TAIL": spec.keys % _BLOCK_KEYS != 0,
+            "BOTTOM_RIGHT": spec.shifts,
+            # With the branch of masks the assembler keeps addresses out of local memory, even
+            # where it is never taken; a kernel with sums of dQ is quicker without.
+            "HAS_TAIL": not self.has_sums
+            or spec.keys % block_keys != 0
+            or spec.lengths_kv is not None,
+            "LENGTHS_KV": spec.length_kind("kv"),
+            "RAGGED_KV": spec.ragged_kv,
         }
-        programs = -(-spec.keys // _BLOCK_KEYS) * spec.heads_kv * spec.batch
-        return arguments.kernel(attention_backward, programs, constants, 4, _ENTRY_REGISTERS)
 
-    def finish(self) -> PlannedKernel:
-        """DQ from its sums."""
-        spec, arguments = self.spec, _Arguments(self.slots)
-        d_q = spec.ports["dQ"]
-        arguments.add("sums", "*fp32", Scratch(self.offsets[2]), is_aligned=True)
-        arguments.pointer("d_q", d_q, is_aligned=True)
-        arguments.add("scale", "fp32", Constant(spec.scale))
-        arguments.counts(rows=spec.rows, padded_rows=self.padded_rows, heads=spec.heads_q)
-        arguments.counts(width=spec.depth)
-        arguments.steps("d_q", d_q)
-        programs = self.lines * (self.padded_rows // _ROWS) * 2
-        return arguments.kernel(finish_rows, programs, {"DEPTH": self.depth}, _PART_WARPS)
+    def _together(self, head_bytes: int, heads: int) -> int:
+        """Heads whose programs take turns: as many as L2 holds what they read and add to."""
+        return min(max(_L2_BYTES // head_bytes, 1), heads * self.spec.batch)
 
     def sinks(self) -> PlannedKernel:
         """DSink."""
@@ -223,7 +352,8 @@ class _Call:
 
     def _workspace(self, arguments: _Arguments, *, with_sums: bool = True) -> None:
         names = ("lse", "delta", "sums") if with_sums else ("lse", "delta")
-        for name, offset in zip(names, self.offsets, strict=False):
+        for name, offset in zip(names, [*self.offsets, 0], strict=False):
+            # Without sums the first array keeps their place; nobody looks.
             arguments.add(name, "*fp32", Scratch(offset), is_aligned=True)
 
 

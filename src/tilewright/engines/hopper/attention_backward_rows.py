@@ -1,68 +1,133 @@
 """What surrounds ``attention_backward_kernel``: row statistics before it, dQ and dSink behind it.
 
-Plain Triton, a block of rows of one head a program. The workspace holds, in float32,
+A block of 64 rows of one head a program. The workspace holds, in float32,
 
     lse, delta  (B, Hq, padded rows): Stats in base 2, +inf where a row sees nothing; rowsum(dO * O)
-    sums        (B, Hq, padded rows, D): dQ without the scale, in tiles of 64 rows of half of the
-                columns, each in the order (j, warp, lane, i, e) in which the threads of a product
-                hold it: row 16 warp + 8 i + lane // 4, column 8 j + 2 (lane % 4) + e.
+    sums        (B, Hq, padded rows, D): dQ without the scale, in pieces of 64 rows by COLUMNS, each
+                in the order (j, warp, lane, i, e) in which the threads of a product hold it: row
+                16 warp + 8 i + lane // 4, column 8 j + 2 (lane % 4) + e.
 """
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from tilewright.engines.hopper.attention_places import length_of
+
+LOG2E = gl.constexpr(1.4426950408889634)
+BLOCK = gl.constexpr(64)
 
 
-@triton.jit
+@gluon.jit
+def row_block(lengths, lengths_step, rows, padded_rows, heads, KIND: gl.constexpr):
+    """(line, batch entry, head, first row, rows of the batch entry) of a program."""
+    blocks = padded_rows // BLOCK
+    program = gl.program_id(0)
+    line = (program // blocks).to(gl.int64)
+    batch = line // heads
+    own = length_of(batch, lengths, lengths_step, rows, KIND)
+    return line, batch, line % heads, program % blocks * BLOCK, own
+
+
+@gluon.jit
+def elements_before(batch, head, batch_step, head_step, starts, starts_step, unit,
+                    RAGGED: gl.constexpr):  # fmt: skip
+    """Elements of an operand before a head of a batch entry."""
+    at = head * head_step
+    if RAGGED:
+        at += gl.load(starts + batch * starts_step).to(gl.int64) * unit
+    else:
+        at += batch * batch_step
+    return at
+
+
+@gluon.jit
 def prepare_rows(
-    o, d_o, stats, lse, delta, sums, rows, padded_rows, heads,
+    o, d_o, stats, lse, delta, sums, lengths_q, lengths_q_step,
+    o_starts, o_starts_step, o_unit, d_o_starts, d_o_starts_step, d_o_unit,
+    stats_starts, stats_starts_step, stats_unit, rows, padded_rows, heads,
     o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, stats_batch, stats_head, stats_row,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_WIDTH: gl.constexpr, DEPTH: gl.constexpr,
+    LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr,
 ):  # fmt: skip
-    """Row statistics, and zeros in the sums."""
-    tiles = padded_rows // ROWS
-    program = tl.program_id(0)
-    line = (program // tiles).to(tl.int64)
-    row = program % tiles * ROWS + tl.arange(0, ROWS)
-    batch, head, token = line // heads, line % heads, row.to(tl.int64)
-    column = tl.arange(0, BLOCK_WIDTH)[None, :]
-    live = (row < rows)[:, None] & (column < WIDTH)
-    o_at = o + batch * o_batch + head * o_head + token[:, None] * o_row + column
-    d_o_at = d_o + batch * d_o_batch + head * d_o_head + token[:, None] * d_o_row + column
-    o_tile = tl.load(o_at, mask=live, other=0.0).to(tl.float32)
-    d_o_tile = tl.load(d_o_at, mask=live, other=0.0).to(tl.float32)
+    """Row statistics, and zeros in the sums where there are any: DEPTH is 0 without."""
+    line, batch, head, first, own = row_block(
+        lengths_q, lengths_q_step, rows, padded_rows, heads, LENGTHS_Q
+    )
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_WIDTH, BLOCK_WIDTH // 8], [4, 1], [1, 0]
+    )
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    column = gl.arange(0, BLOCK_WIDTH, gl.SliceLayout(0, layout))[None, :]
+    token = row.to(gl.int64)
+    live = (row < own)[:, None] & (column < WIDTH)
+    o += elements_before(batch, head, o_batch, o_head, o_starts, o_starts_step, o_unit, RAGGED_Q)
+    d_o += elements_before(
+        batch, head, d_o_batch, d_o_head, d_o_starts, d_o_starts_step, d_o_unit, RAGGED_Q
+    )
+    stats += elements_before(
+        batch, head, stats_batch, stats_head, stats_starts, stats_starts_step, stats_unit, RAGGED_Q
+    )
+    o_tile = gl.load(o + token[:, None] * o_row + column, mask=live, other=0.0)
+    d_o_tile = gl.load(d_o + token[:, None] * d_o_row + column, mask=live, other=0.0)
+    value = gl.load(stats + token * stats_row, mask=row < own, other=-float("inf")) * LOG2E
     at = line * padded_rows + token
-    tl.store(delta + at, tl.sum(o_tile * d_o_tile, axis=1))
-    stats_at = stats + batch * stats_batch + head * stats_head + token * stats_row
-    value = tl.load(stats_at, mask=row < rows, other=-float("inf")) * LOG2E
-    tl.store(lse + at, tl.where(value == -float("inf"), float("inf"), value))
-    along = tl.arange(0, ROWS * DEPTH)
-    first = (line * padded_rows + program % tiles * ROWS) * DEPTH
-    tl.store(sums + first + along, tl.zeros((ROWS * DEPTH,), dtype=tl.float32))
+    gl.store(delta + at, gl.sum(o_tile.to(gl.float32) * d_o_tile.to(gl.float32), axis=1))
+    gl.store(lse + at, gl.where(value == -float("inf"), float("inf"), value))
+    if DEPTH > 0:
+        is_there = first < padded_rows
+        if RAGGED_Q:
+            is_there = first < own
+        if is_there:
+            flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+            along = gl.arange(0, BLOCK * DEPTH, flat)
+            zeros = gl.zeros([BLOCK * DEPTH], gl.float32, flat)
+            gl.store(sums + (line * padded_rows + first) * DEPTH + along, zeros)
 
 
-@triton.jit
+@gluon.jit
 def finish_rows(
-    sums, d_q, scale, rows, padded_rows, heads, width, d_q_batch, d_q_head, d_q_row,
-    DEPTH: tl.constexpr,
+    sums, d_q, lengths_q, lengths_q_step, d_q_starts, d_q_starts_step, d_q_unit,
+    scale, rows, padded_rows, heads, d_q_batch, d_q_head, d_q_row,
+    DEPTH: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+    LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sums, in dQ's type: half of the columns of 64 rows a program."""
-    HALF: tl.constexpr = DEPTH // 2
-    tiles = padded_rows // 64
-    program = tl.program_id(0)
-    half, tile = program % 2, program // 2 % tiles
-    line = (program // 2 // tiles).to(tl.int64)
-    first = (line * padded_rows + tile * 64) * DEPTH + half * (64 * HALF)
-    held = tl.load(sums + first + tl.arange(0, 64 * HALF))
-    held = tl.reshape(held, (HALF // 8, 4, 8, 4, 2, 2))
-    value = tl.reshape(tl.permute(held, (1, 4, 2, 0, 3, 5)), (64, HALF)) * scale
-    row = tile * 64 + tl.arange(0, 64)
-    column = half * HALF + tl.arange(0, HALF)[None, :]
-    at = d_q + line // heads * d_q_batch + line % heads * d_q_head
-    at += row.to(tl.int64)[:, None] * d_q_row + column
-    mask = (row < rows)[:, None] & (column < width)
-    tl.store(at, value.to(d_q.dtype.element_ty), mask=mask)
+    """dQ = scale * sums, in dQ's type.
+
+    A thread takes the 16 numbers of rows g and g + 8 and of columns 8 j to 8 j + 7.
+    """
+    JS: gl.constexpr = COLUMNS // 8
+    ITEMS: gl.constexpr = BLOCK * DEPTH // 16
+    ITEMS_OF_PIECE: gl.constexpr = BLOCK * COLUMNS // 16
+    line, batch, head, first, own = row_block(
+        lengths_q, lengths_q_step, rows, padded_rows, heads, LENGTHS_Q
+    )
+    end = rows
+    if RAGGED_Q:
+        end = own
+    if first < end:
+        held_layout: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
+        item = gl.arange(0, ITEMS, gl.SliceLayout(1, held_layout))
+        at = item // ITEMS_OF_PIECE * (BLOCK * COLUMNS) + item % JS * 512 + item // JS % 32 * 16
+        at = at[:, None] + gl.arange(0, 16, gl.SliceLayout(0, held_layout))[None, :]
+        held = gl.load(sums + (line * padded_rows + first) * DEPTH + at)
+        held = held.reshape([ITEMS, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([ITEMS, 2, 8])
+        layout: gl.constexpr = gl.BlockedLayout([1, 2, 8], [32, 1, 1], [4, 1, 1], [2, 1, 0])
+        value = gl.convert_layout(held, layout, assert_trivial=True) * scale
+        pairs: gl.constexpr = gl.SliceLayout(2, layout)
+        item = gl.arange(0, ITEMS, gl.SliceLayout(1, pairs))[:, None]
+        group = item // JS % 32
+        row = first + group // 8 * 16 + group % 8
+        row = row + 8 * gl.arange(0, 2, gl.SliceLayout(0, pairs))[None, :]
+        column = (item // ITEMS_OF_PIECE * COLUMNS + item % JS * 8)[:, :, None]
+        eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None]
+        d_q += elements_before(
+            batch, head, d_q_batch, d_q_head, d_q_starts, d_q_starts_step, d_q_unit, RAGGED_Q
+        )
+        place = d_q + (row.to(gl.int64) * d_q_row)[:, :, None] + (column + eight)
+        mask = (row < end)[:, :, None] & (column + eight < WIDTH)
+        gl.store(place, value.to(d_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -71,7 +136,7 @@ def finish_sinks(
 ):
     """dSink of a head a program: -sum of exp(sink - Stats) Delta over its rows, in order."""
     head = tl.program_id(0).to(tl.int64)
-    value = tl.load(sink + head).to(tl.float32) * LOG2E
+    value = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for batch in range(batches):
         line = (batch * heads + head) * padded_rows

@@ -14,12 +14,14 @@ from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.tensor_maps import map_decline_reason
 
-MAX_HEAD_SIZE = 128
+MAX_HEAD_SIZE = 256
 # Fewer rows or keys than this leave most of a tile empty.
 MIN_EXTENT = 64
 _PORTS = frozenset(
     {"q", "k", "v", "o", "dO", "stats", "sink_token", "dQ", "dK", "dV", "dSink_token"}
+    | {"seq_len_q", "seq_len_kv", "cu_seq_len_q", "cu_seq_len_kv"}
 )
+_LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
 _MAPPED = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
 _INT32_MAX = 2**31 - 1
 
@@ -28,8 +30,9 @@ _INT32_MAX = 2**31 - 1
 class BackwardSpec:
     """One sdpa_backward operation that the kernels take.
 
-    Row i sees key j if ``i - left < j <= i + right``; the alignment of the diagonal is in the
-    bounds, and every row sees some key. None is no bound.
+    Row i sees key j if ``i - left < j <= i + right``. The alignment of the diagonal is in the
+    bounds, unless it follows from lengths: then ``shifts``, and the kernel adds keys - rows. None
+    is no bound, and a bound that hides nothing at these extents is None.
     """
 
     ports: Mapping[str, Tensor]
@@ -43,6 +46,17 @@ class BackwardSpec:
     scale: float
     left: int | None
     right: int | None
+    shifts: bool
+    lengths_q: Tensor | None
+    lengths_kv: Tensor | None
+    ragged_q: bool
+    ragged_kv: bool
+    is_deterministic: bool
+
+    def length_kind(self, side: str) -> int:
+        """NO_LENGTHS, LENGTHS or SUMS of the kernels, of side "q" or "kv"."""
+        given = self.lengths_q if side == "q" else self.lengths_kv
+        return 0 if given is None else 1 if self.ports.get(_LENGTHS[side][0]) is given else 2
 
     @property
     def group(self) -> int:
@@ -61,6 +75,7 @@ def read_backward(operation: Operation) -> BackwardSpec:
     ports = dict(op.inputs)
     ports |= {name: t for name, t in op.outputs.items() if not t.is_virtual}
     _check_features(title, op, ports)
+    _check_ragged(ports)
     _check_operands(title, ports)
     if max(extents.depth, extents.depth_v) > MAX_HEAD_SIZE:
         raise NotSupportedError(
@@ -74,18 +89,18 @@ def read_backward(operation: Operation) -> BackwardSpec:
         )
     if extents.batch * extents.heads_q > _INT32_MAX // (2 * extents.rows):
         raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
-    shift = 0
-    if op.alignment is diagonal_alignment.BOTTOM_RIGHT:
-        shift = extents.keys - extents.rows
+    lengths = {
+        side: next((ports[name] for name in names if name in ports), None)
+        for side, names in _LENGTHS.items()
+    }
     left, right = op.left_bound, op.right_bound
-    left = None if left is None or left - shift >= extents.rows else left - shift
-    right = None if right is None or right + shift >= extents.keys - 1 else right + shift
-    last_seeing = extents.rows if left is None else extents.keys - 1 + left
-    if (right is not None and right < 0) or extents.rows > last_seeing:
-        raise NotSupportedError(
-            f"{title}: some of {extents.rows} rows see none of {extents.keys} keys; the kernels "
-            "take masks that show every row a key"
-        )
+    is_bottom = op.alignment is diagonal_alignment.BOTTOM_RIGHT
+    shifts = is_bottom and any(tensor is not None for tensor in lengths.values())
+    if not shifts:
+        shift = extents.keys - extents.rows if is_bottom else 0
+        left = None if left is None or left - shift >= extents.rows else left - shift
+        right = None if right is None or right + shift >= extents.keys - 1 else right + shift
+    most = extents.rows + extents.keys
     return BackwardSpec(
         ports=ports,
         batch=extents.batch,
@@ -96,17 +111,21 @@ def read_backward(operation: Operation) -> BackwardSpec:
         depth=extents.depth,
         depth_v=extents.depth_v,
         scale=1.0 if op.attn_scale is None else float(op.attn_scale),
-        left=left,
-        right=right,
+        left=None if left is None else min(max(left, -most), most),
+        right=None if right is None else min(max(right, -most), most),
+        shifts=shifts and (left is not None or right is not None),
+        lengths_q=lengths["q"],
+        lengths_kv=lengths["kv"],
+        ragged_q=ports["q"].ragged_offset is not None,
+        ragged_kv=ports["k"].ragged_offset is not None,
+        is_deterministic=op.use_deterministic_algorithm,
     )
 
 
 def _check_features(title: str, op: Any, ports: Mapping[str, Tensor]) -> None:
     flags = {
         "use_alibi_mask": op.use_alibi_mask,
-        "use_padding_mask": op.use_padding_mask,
         "score_mod": op.score_mod is not None,
-        "use_deterministic_algorithm": op.use_deterministic_algorithm,
     }
     for name, is_set in flags.items():
         if is_set:
@@ -117,9 +136,37 @@ def _check_features(title: str, op: Any, ports: Mapping[str, Tensor]) -> None:
                 f"tensor {tensor.label()} ({port}): the Hopper kernels take "
                 f"{', '.join(sorted(_PORTS))}"
             )
-        if tensor.ragged_offset is not None:
+
+
+def _check_ragged(ports: Mapping[str, Tensor]) -> None:
+    """What has a row a query is ragged together, what has one a key too; starts are whole rows."""
+    partners = dict.fromkeys(("o", "dO", "stats", "dQ"), "q") | dict.fromkeys(
+        ("v", "dK", "dV"), "k"
+    )
+    for port, partner in partners.items():
+        tensor, other = ports.get(port), ports[partner]
+        if tensor is None:
+            continue
+        if (tensor.ragged_offset is None) != (other.ragged_offset is None):
             raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) is ragged; the Hopper kernels take dense ones"
+                f"tensor {tensor.label()} ({port}) and {other.label()} ({partner}): the kernels "
+                "take both ragged, or neither"
+            )
+    for port, names in (("q", _LENGTHS["q"]), ("k", _LENGTHS["kv"])):
+        if ports[port].ragged_offset is not None and not any(name in ports for name in names):
+            raise NotSupportedError(
+                f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"
+            )
+    for port in ("q", "k", "v", "dO", "dK", "dV"):
+        tensor = ports.get(port)
+        if tensor is None or tensor.ragged_offset is None:
+            continue
+        row = tensor.stride[2]
+        if row < 1 or tensor.ragged_offset_multiplier % row:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}) has ragged_offset_multiplier "
+                f"{tensor.ragged_offset_multiplier} and stride {tensor.stride}; the kernels take "
+                "offsets that count whole rows: a multiple of the stride along them"
             )
 
 
@@ -134,7 +181,8 @@ def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
                 f"tensor {tensor.label()} ({port}) has data type {tensor.data_type.name} and q "
                 f"{wanted.name}; the kernels take one of BFLOAT16 and HALF for all"
             )
-        reason = map_decline_reason(tensor)
+        # The batch axis of a ragged operand is never stepped.
+        reason = map_decline_reason(tensor, is_flat=tensor.ragged_offset is not None)
         if reason is not None:
             raise NotSupportedError(f"tensor {tensor.label()} ({port}): {reason}")
     stats, sink = ports["stats"], ports.get("sink_token")

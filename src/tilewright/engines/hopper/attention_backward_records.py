@@ -1,0 +1,234 @@
+"""What the kernels of attention's backward pass around: settings, the program's part, memory.
+
+Records of Gluon: their fields live in registers or are compile-time. (No postponed annotations
+here: the compiler reads the types.)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from tilewright.engines.hopper.barriers import FIRST_FREE
+
+# Keys of one product.
+KEYS = gl.constexpr(64)
+# Rows of dQ that one product makes.
+PIECE = gl.constexpr(64)
+# Named barriers: "dS of consumer 0 (1) is there", for even and for odd steps (a consumer may say so
+# of the next step before the other one has looked), then one a stage that the producer waits at.
+EXCHANGE = gl.constexpr(FIRST_FREE)
+RELEASE_Q = gl.constexpr(FIRST_FREE + 4)
+RELEASE_O = gl.constexpr(FIRST_FREE + 7)
+CONSUMERS = gl.constexpr("256")
+EVERYBODY = gl.constexpr("288")
+
+
+@aggregate
+class Config:
+    """What the code specializes on; see ``attention_backward.py`` for how it is chosen.
+
+    A program has BLOCK_KEYS keys, a tile ROWS rows. Head sizes of WIDTH and WIDTH_V columns are
+    filled up to DEPTH and DEPTH_V with zeros.
+    """
+
+    DEPTH: gl.constexpr
+    DEPTH_V: gl.constexpr
+    WIDTH: gl.constexpr
+    WIDTH_V: gl.constexpr
+    BLOCK_KEYS: gl.constexpr
+    ROWS: gl.constexpr
+    STAGES: gl.constexpr
+    STAGES_O: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    BOTTOM_RIGHT: gl.constexpr
+    HAS_TAIL: gl.constexpr
+    MAKES_D_Q: gl.constexpr
+    LENGTHS_Q: gl.constexpr
+    LENGTHS_KV: gl.constexpr
+    RAGGED_Q: gl.constexpr
+    RAGGED_KV: gl.constexpr
+    # Derived: columns of dQ that a consumer makes of 64 rows; whether NaN and infinity in keys that
+    # some row does not see could get into dQ; and whether anything is masked.
+    COLUMNS: gl.constexpr
+    HIDES: gl.constexpr
+    MASKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        DEPTH,
+        DEPTH_V,
+        WIDTH,
+        WIDTH_V,
+        BLOCK_KEYS,
+        ROWS,
+        STAGES,
+        STAGES_O,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BOTTOM_RIGHT,
+        HAS_TAIL,
+        MAKES_D_Q,
+        LENGTHS_Q,
+        LENGTHS_KV,
+        RAGGED_Q,
+        RAGGED_KV,
+    ):
+        self.DEPTH = gl.constexpr(DEPTH)
+        self.DEPTH_V = gl.constexpr(DEPTH_V)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.WIDTH_V = gl.constexpr(WIDTH_V)
+        self.BLOCK_KEYS = gl.constexpr(BLOCK_KEYS)
+        self.ROWS = gl.constexpr(ROWS)
+        self.STAGES = gl.constexpr(STAGES)
+        self.STAGES_O = gl.constexpr(STAGES_O)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.BOTTOM_RIGHT = gl.constexpr(BOTTOM_RIGHT)
+        self.HAS_TAIL = gl.constexpr(HAS_TAIL)
+        self.MAKES_D_Q = gl.constexpr(MAKES_D_Q)
+        self.LENGTHS_Q = gl.constexpr(LENGTHS_Q)
+        self.LENGTHS_KV = gl.constexpr(LENGTHS_KV)
+        self.RAGGED_Q = gl.constexpr(RAGGED_Q)
+        self.RAGGED_KV = gl.constexpr(RAGGED_KV)
+        self.COLUMNS = gl.constexpr(DEPTH // 2 if ROWS == 64 else DEPTH)
+        self.HIDES = gl.constexpr(MAKES_D_Q and (HAS_LEFT or HAS_RIGHT or LENGTHS_KV != 0))
+        self.MASKS = gl.constexpr(HAS_LEFT or HAS_RIGHT or HAS_TAIL)
+
+
+@aggregate
+class Starts:
+    """Where sequences start: that of batch entry b is ``pointer[b * step] * unit`` rows in."""
+
+    pointer: gl.tensor
+    step: gl.tensor
+    unit: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, step, unit):
+        self.pointer = pointer
+        self.step = step
+        self.unit = unit
+
+
+@aggregate
+class Gradient:
+    """DK or dV of the program's head and sequence: its first row, and a row's step."""
+
+    at: gl.tensor
+    row: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, at, row):
+        self.at = at
+        self.row = row
+
+
+@aggregate
+class Problem:
+    """The program's part: BLOCK_KEYS keys of one head and sequence.
+
+    ``rows`` and ``keys`` are the sequence's extents, ``end`` of the keys where dK and dV end;
+    ``tiles`` and ``padded_rows`` are the same for all. ``batch_q`` and ``batch_kv`` are what tensor
+    maps step by, ``q_row`` and the like the rows before a packed sequence. ``left`` and ``right``
+    are the band in the sequence's rows: row i sees key j if i - left < j <= i + right.
+    """
+
+    lse: gl.tensor
+    delta: gl.tensor
+    sums: gl.tensor
+    scale: gl.tensor
+    rows: gl.tensor
+    keys: gl.tensor
+    end: gl.tensor
+    padded_rows: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    heads_kv: gl.tensor
+    group: gl.tensor
+    first_key: gl.tensor
+    head_kv: gl.tensor
+    batch: gl.tensor
+    batch_q: gl.tensor
+    batch_kv: gl.tensor
+    q_row: gl.tensor
+    d_o_row: gl.tensor
+    k_row: gl.tensor
+    v_row: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        lse,
+        delta,
+        sums,
+        scale,
+        rows,
+        keys,
+        end,
+        padded_rows,
+        left,
+        right,
+        heads_kv,
+        group,
+        first_key,
+        head_kv,
+        batch,
+        batch_q,
+        batch_kv,
+        q_row,
+        d_o_row,
+        k_row,
+        v_row,
+    ):
+        self.lse = lse
+        self.delta = delta
+        self.sums = sums
+        self.scale = scale
+        self.rows = rows
+        self.keys = keys
+        self.end = end
+        self.padded_rows = padded_rows
+        self.left = left
+        self.right = right
+        self.heads_kv = heads_kv
+        self.group = group
+        self.first_key = first_key
+        self.head_kv = head_kv
+        self.batch = batch
+        self.batch_q = batch_q
+        self.batch_kv = batch_kv
+        self.q_row = q_row
+        self.d_o_row = d_o_row
+        self.k_row = k_row
+        self.v_row = v_row
+
+
+@aggregate
+class Memory:
+    """Shared memory: tiles, and "it is there" of each."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    d_o: gl.shared_memory_descriptor
+    d_s: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    d_o_full: gl.shared_memory_descriptor
+    keys_full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, d_o, d_s, lse, delta, q_full, d_o_full, keys_full):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.d_o = d_o
+        self.d_s = d_s
+        self.lse = lse
+        self.delta = delta
+        self.q_full = q_full
+        self.d_o_full = d_o_full
+        self.keys_full = keys_full
