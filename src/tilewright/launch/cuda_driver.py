@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from tilewright.errors import LaunchError, NotSupportedError
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_CARVEOUT_PERCENT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # Above this a kernel has to ask for its shared memory.
 _DEFAULT_SHARED_BYTES = 48 * 1024
@@ -125,6 +126,12 @@ class Module:
                 check(
                     library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
                     f"kernel {name!r}: {shared_bytes} bytes of shared memory",
+                )
+                # Left to itself the driver may keep so much for the cache that only one of several
+                # programs that would fit runs at a time. Triton's own loader asks for the same.
+                check(
+                    library.cuFuncSetAttribute(function, _SHARED_CARVEOUT_PERCENT, 100),
+                    f"kernel {name!r}: shared memory before cache",
                 )
         self.function: int = function.value or 0
         self.name = name
