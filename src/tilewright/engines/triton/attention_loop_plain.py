@@ -168,11 +168,13 @@ def attend_in_order(
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
         top = new_top
+        acc = acc * fade[:, None]
+        weights = weights.to(q.dtype)
         if v_map is not None and (IS_WHOLE or not IS_MASKED):
             v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
         else:
             at = v_at + first.to(tl.int64) * v_row * UNIT
             in_keys = first + within < len_kv
             v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, IS_MASKED)
-        acc = dot(weights.to(v.dtype), v, acc * fade[:, None])
+        acc = dot(weights, v, acc)
     return acc, total, top

@@ -113,6 +113,7 @@ def attend_tile(
         total = total * fade + tl.sum(weights, 1)
         top = new_top
         acc = acc * fade[:, None]
+        weights = weights.to(query.dtype)
         if v_map is not None:
             values = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
         else:
@@ -120,7 +121,7 @@ def attend_tile(
             values = load_piece(
                 v_at, at, first + within < keys, v_col, 0, DV_BLOCK, DV, False, True
             )
-        acc = dot(weights.to(values.dtype), values, acc)
+        acc = dot(weights, values, acc)
 
     if spoilt is not None:
         note_rows(spoilt, acc, both.to(tl.int64) * (tiles * BLOCK_M) + row, in_rows)
