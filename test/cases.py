@@ -483,6 +483,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_backward.py",
             f"{P}/sdpa/aten/test_attention_against_oracle.py",
             ATTENTION,
+            f"{P}/sdpa/triton/test_triton_attention_specialized.py",
             f"{P}/sdpa/triton/test_triton_attention_skips.py",
             ATTENTION_PAIRS,
             f"{P}/sdpa/aten/test_attention_finite_differences.py",
