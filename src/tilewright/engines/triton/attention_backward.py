@@ -61,6 +61,8 @@ _SHORT = {"q": "q", "k": "k", "v": "v", "dO": "d_o", "o": "o", "stats": "stats"}
 _SHORT |= {"dQ": "d_q", "dK": "d_k", "dV": "d_v"}
 _PART_ROWS, _PART_WARPS = 64, 4
 _SINK_ROWS = 1024
+# Compilers whose loops without a branch the assembler does not wait in.
+_UNPARTED = "3.6."
 _BIAS_TILE = 64
 
 
@@ -217,7 +219,9 @@ class _Call:
         for port in {"dK", "dV"} - {*gradients}:
             self._no_operand(arguments, port)
         arguments.constant(
-            DEPTH_V=spec.depth_v, BRANCHES=config.branches, STAGES=config.keys_stages
+            DEPTH_V=spec.depth_v,
+            BRANCHES=not triton.__version__.startswith(_UNPARTED),
+            STAGES=config.keys_stages,
         )
         grid = (triton.cdiv(spec.keys, config.keys_keys) * spec.heads_kv * spec.batch, 1, 1)
         return _limited(

@@ -15,16 +15,18 @@ from tilewright.launch.tensor_maps import map_decline_reason
 
 # Row statistics have room for whole tiles of rows.
 PADDED_TO = 128
+# No row or key has this number, nor is its sum with one beyond 32 bits.
+_BEYOND_ALL = 2**30
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
     """Tiles (rows by keys), warps and stages of the kernel over keys and of that over rows.
 
-    ``has_maps``: the kernels of ``attention_backward_plain``, whose tiles tensor maps bring;
-    ``branches``: those on the diagonal are masked in a branch. ``values_rows``: dV has a kernel of
-    its own, with so many rows a tile; 0 is one kernel for dK and dV. ``keys_registers`` and
-    ``rows_registers`` are the most that a thread may have, where that lets more programs run.
+    ``has_maps``: the kernels of ``attention_backward_plain``, whose tiles tensor maps bring.
+    ``values_rows``: dV has a kernel of its own, with so many rows a tile; 0 is one kernel for dK
+    and dV. ``keys_registers`` and ``rows_registers`` are the most that a thread may have, where
+    that lets more programs run.
     """
 
     keys_rows: int
@@ -36,7 +38,6 @@ class BackwardConfig:
     rows_warps: int
     rows_stages: int
     has_maps: bool = False
-    branches: bool = True
     values_rows: int = 0
     keys_registers: int | None = None
     rows_registers: int | None = None
@@ -103,7 +104,9 @@ def takes_maps(spec: AttentionSpec, config: BackwardConfig) -> bool:
 
 def reach(spec: AttentionSpec) -> int:
     """How far beyond its own number a row sees keys, without lengths."""
-    return (spec.right or 0) + (spec.keys - spec.rows if spec.bottom_right else 0)
+    if spec.right is None:
+        return _BEYOND_ALL
+    return spec.right + (spec.keys - spec.rows if spec.bottom_right else 0)
 
 
 def _mapped_tiles(spec: AttentionSpec) -> BackwardConfig:

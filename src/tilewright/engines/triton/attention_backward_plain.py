@@ -59,8 +59,9 @@ def attention_backward_plain_keys(
     """dK and dV of a block of keys, whose rows start at a multiple of ROWS.
 
     All rows of all heads of the group are one loop: with another around it the assembler would
-    wait after each product. BRANCHES: tiles on the diagonal are masked in a branch, not all tiles.
-    Statistics are loaded where they are used, which spares registers while products are made.
+    wait after each product. Statistics are loaded where they are used, which spares registers while
+    products are made. BRANCHES: with Triton 3.7 the assembler waits as well where no branch parts
+    the loop, so that the one for tiles on the diagonal stays though it is never taken.
     """
     # Early blocks see most rows under a causal mask: they start first.
     blocks = tl.cdiv(keys, KEYS)
@@ -96,10 +97,8 @@ def attention_backward_plain_keys(
         p = tl.exp2(products * (scale * LOG2_E) - lse_of_rows)
         if d_k is not None:
             delta_of_rows = tl.load(delta + tl.multiple_of(line, PADDED_TO) + row)[None, :]
-        if HAS_RIGHT:
-            if not BRANCHES:
-                p = tl.where(key <= row[None, :] + reach, p, 0.0)
-            elif start + reach < first_key + KEYS - 1:
+        if HAS_RIGHT or BRANCHES:
+            if start + reach < first_key + KEYS - 1:
                 p = tl.where(key <= row[None, :] + reach, p, 0.0)
         if d_v is not None:
             acc_v = dot(p.to(d_o_tile.dtype), d_o_tile, acc_v)
