@@ -28,14 +28,33 @@ MAX_DEALT_STAGES = 2
 CACHED_BYTES = 24 * 2**20
 # A band of at most so many keys is masked throughout, where a wider one is at its edges only.
 NARROW_BAND = 2048
-# Programs that share a multiprocessor where keys are split.
+# Programs that share a multiprocessor where keys are split, and where their tiles are small.
 PROGRAMS_A_MULTIPROCESSOR = 2
-# Runs of keys: at most so long, unless that made more programs than this; no shorter than this.
+SMALL_PROGRAMS_A_MULTIPROCESSOR = 3
+# As many as let three programs of four warps share a multiprocessor's registers.
+SMALL_PROGRAM_REGISTERS = 168
+# Runs of keys: at most so long, unless that made more of them than this; no shorter than this.
 MAX_RUN_KEYS = 2048
-MAX_PROGRAMS_A_MULTIPROCESSOR = 16
+MAX_RUNS_A_MULTIPROCESSOR = 16
 MIN_RUN_BLOCKS = 2
+# What beginning and ending a run takes, in blocks of keys.
+RUN_EXTRA_BLOCKS = 1
 # Each program reads the lengths of all sequences where keys are split.
 MAX_DEALT_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the kernel for few queries is launched where keys are split; see ``attention_runs``.
+
+    At most ``programs`` share the runs of all keys. ``is_early``: the combination may start before
+    they have ended. ``has_maps``: the copy engine brings keys and values of plain scores.
+    """
+
+    programs: int
+    is_early: bool = False
+    has_maps: bool = False
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,7 @@ class ForwardConfig:
     is_in_order: bool = False
     has_maps: bool = False
     programs: int = 0
+    sharing: Sharing | None = None
 
     @property
     def is_specialized(self) -> bool:
@@ -104,6 +124,7 @@ def pieces(size: int) -> tuple[int, int]:
     """A head size as one or two powers of two that cover it; the second may be 0.
 
     48 is 32 + 16, 96 is 64 + 32, 192 is 128 + 64; 80 is 64 + 16, and 100 is 128.
+    ``sharing`` is there in configs of the kernel for few queries.
     """
     whole = max(power_of_two(size), MIN_BLOCK)
     half = whole // 2
@@ -245,23 +266,39 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
     block_n = 128 if width <= 64 else 64 if width <= 128 else 32
     if width > 256:
         block_n = 16
-    splits = _splits(spec, block_n, sm_count)
-    # Two programs with four stages share 227 KiB; the parts of SM120 have 99.
     has_room = sm_count in _SM90_MULTIPROCESSORS | _SM100_MULTIPROCESSORS
-    block_m, stages = max(MIN_BLOCK, power_of_two(packed)), 4 if has_room else 3
-    return ForwardConfig(block_m, block_n, 4, stages, splits)
+    block_m = max(MIN_BLOCK, power_of_two(packed))
+    # Three programs with three stages share 227 KiB, or two with four; the parts of SM120 have 99.
+    is_small = has_room and block_m == MIN_BLOCK and width <= 128
+    count = SMALL_PROGRAMS_A_MULTIPROCESSOR if is_small else PROGRAMS_A_MULTIPROCESSOR
+    sharing = Sharing(
+        programs=count * sm_count,
+        is_early=has_room,
+        has_maps=sm_count in _SM90_MULTIPROCESSORS,
+        max_registers=SMALL_PROGRAM_REGISTERS if is_small else None,
+    )
+    splits = _splits(spec, block_n, sm_count, sharing.programs)
+    stages = 4 if has_room and not (is_small and splits > 1) else 3
+    return ForwardConfig(block_m, block_n, 4, stages, splits, sharing=sharing)
 
 
-def _splits(spec: AttentionSpec, block_n: int, sm_count: int) -> int:
-    """Runs of the longest sequence: as many as fill the device, or more, so that it fills too
-    where lengths are uneven; but not so many that programs without a run would count.
+def _splits(spec: AttentionSpec, block_n: int, sm_count: int, programs: int) -> int:
+    """Runs of the longest sequence, so that programs are done with their shares the soonest.
+
+    A program takes one run after another, so the number of all runs should be a little less than a
+    multiple of the number of programs. Runs are short enough that uneven lengths fill the device,
+    and not so many that their sums would count.
     """
     units = spec.batch * spec.heads_kv
-    programs = PROGRAMS_A_MULTIPROCESSOR * sm_count
     if units >= programs or spec.keys <= 2 * block_n or spec.batch > MAX_DEALT_BATCH:
         return 1
-    even = programs // units
-    fine = -(-spec.keys // MAX_RUN_KEYS)
-    most = max(even, MAX_PROGRAMS_A_MULTIPROCESSOR * sm_count // units)
-    least_keys = MIN_RUN_BLOCKS * block_n
-    return max(1, min(max(even, fine), most, -(-spec.keys // least_keys)))
+    blocks = -(-spec.keys // block_n)
+    most = max(programs // units, MAX_RUNS_A_MULTIPROCESSOR * sm_count // units)
+    most = max(1, min(most, -(-blocks // MIN_RUN_BLOCKS)))
+    least = min(-(-spec.keys // MAX_RUN_KEYS), most)
+
+    def turns(splits: int) -> int:
+        rounds = -(-units * splits // programs)
+        return rounds * (-(-blocks // splits) + RUN_EXTRA_BLOCKS)
+
+    return min(range(least, most + 1), key=turns)

@@ -1,75 +1,59 @@
-"""Attention forward for a few queries over many keys: splits of the keys, then a combination.
+"""Attention forward for a few queries over many keys: runs of keys, then a combination.
 
-The queries of all heads that share a key head form one tile, so keys are read once. The keys of a
-sequence are cut into runs of blocks, of a length that the declaration fixes, so that no result
-depends on the sequences beside it. Runs are dealt out to programs by a sum over all lengths, which
-the device alone knows: a long sequence gets many programs, an empty one none. Each program works
-out the deal for itself and writes its sums, the first one the deal too; ``attention_combine`` joins
-the sums of a sequence.
-
-    (acc, total, top) of a union:  top = max top_i,  total = sum total_i exp2(top_i - top)
-
-Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
+The queries of all heads that share a key head form one tile, so keys are read once. Where that
+makes too few programs, keys are cut into runs (``attention_runs``), and as many programs as the
+device holds share the runs that there are; ``attention_combine`` joins the sums of a sequence. It
+is launched early: it starts, and works out where its sums are, while the last programs run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import triton
 import triton.language as tl
+from triton.language import core
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
-from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_config import ForwardConfig, pieces, power_of_two
+from tilewright.engines.triton.attention_arguments import (
+    KernelArguments,
+    add_forward_operands,
+    takes_tensor_maps,
+)
+from tilewright.engines.triton.attention_combine import attention_combine
+from tilewright.engines.triton.attention_config import (
+    ForwardConfig,
+    Sharing,
+    pieces,
+    power_of_two,
+)
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
     load_piece,
     scalar_value,
 )
+from tilewright.engines.triton.attention_mapped import attend_mapped
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, store_rows
+from tilewright.engines.triton.attention_runs import deal, pick
 from tilewright.engines.triton.attention_spec import AttentionSpec
+from tilewright.launch.tensor_maps import map_decline_reason
 from tilewright.launch.workspace import plan_workspace
 
 # Elements of sums, rows by width aside, that a combining program holds at a time.
 _RUNS_AT_ONCE = 16
 _COMBINE_WARPS = 4
 # The kernels' names of what is in the workspace.
-_PARTS = ("part_acc", "part_total", "part_top", "part_deal")
-
-
-@triton.jit
-def _deal(
-    len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
-    LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    run,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(batch indices, runs of each, first slot of each); a run is one slot a key head."""
-    index = tl.arange(0, BATCH_BLOCK)
-    known = tl.minimum(index, batches - 1)
-    count_q = sequence_length(len_q, known, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
-    count_kv = sequence_length(len_kv, known, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
-    shift = 0
-    if BOTTOM_RIGHT:
-        shift = count_kv - count_q
-    first, end, _, _ = key_bounds(
-        index * 0, count_q - 1, count_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
-    )
-    blocks = tl.cdiv(tl.maximum(end - first // BLOCK_N * BLOCK_N, 0), BLOCK_N)
-    blocks = tl.where((index < batches) & (count_q > 0), blocks, 0)
-    runs = tl.cdiv(blocks, run)
-    slots = runs * heads_kv
-    return index, runs, tl.cumsum(slots, 0) - slots
+_PARTS = ("part_acc", "part_total", "part_top")
 
 
 @triton.jit
 def attention_decode(
-    q, k, v, o, stats, smax, ssum, bias, sink, part_acc, part_total, part_top, part_deal,
+    q, k, v, k_map, v_map, o, stats, smax, ssum, bias, sink, part_acc, part_total, part_top,
     len_q, len_kv, k_table, v_table,
     q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3,
@@ -98,7 +82,7 @@ def attention_decode(
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
-    FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr,
+    FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -106,137 +90,114 @@ def attention_decode(
     has_soft_cap: tl.constexpr = CAP_DIVIDES is not None
     is_split: tl.constexpr = part_acc is not None
 
-    slot = tl.program_id(0)
+    program = tl.program_id(0)
+    slots = batches * heads_kv
     if is_split:
-        index, runs, starts = _deal(
-            len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
-            LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT,
-            run, BLOCK_N, BATCH_BLOCK,
+        index, runs, starts, counts_q, counts_kv = deal(
+            len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right, run,
+            LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_N, BATCH_BLOCK,
         )  # fmt: skip
-        if slot == 0:
-            tl.store(part_deal + index, runs, mask=index < batches)
-            tl.store(part_deal + batches + index, starts, mask=index < batches)
-        # The last sequence with any run that starts at or before this slot.
-        batch = tl.max(tl.where((starts <= slot) & (runs > 0), index, -1), 0)
-        if batch < 0:
-            return
-        own = index == batch
-        place = slot - tl.sum(tl.where(own, starts, 0), 0)
-        key_head = place % heads_kv
-        number = place // heads_kv
-        if number >= tl.sum(tl.where(own, runs, 0), 0):
-            return
-    else:
-        key_head = slot % heads_kv
-        batch = slot // heads_kv
-        number = 0
-    count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
-    count_kv = sequence_length(len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM)
-    place_in_tile = tl.arange(0, BLOCK_M)
-    row = place_in_tile % rows
-    member = place_in_tile // rows
-    head = key_head * group + member
-    in_declared = member < group
-    in_rows = in_declared & (row < count_q)
-    shift = 0
-    if BOTTOM_RIGHT:
-        shift = count_kv - count_q
-
-    q_at = row_offsets(
-        row, q_offsets, batch, head, q_offset_step, q_multiplier, q_batch, q_head, q_row, UNIT
-    )
-    query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
-    query_2 = query
-    if D_BLOCK_2 > 0:
-        query_2 = load_piece(q, q_at, in_rows, q_col, D_BLOCK, D_BLOCK_2, D, False, True)
-    if is_paged:
-        k_at = k + key_head.to(tl.int64) * k_head * UNIT
-        v_at = v + key_head.to(tl.int64) * v_head * UNIT
-        k_pages = k_table + batch.to(tl.int64) * k_table_batch
-        v_pages = v_table + batch.to(tl.int64) * v_table_batch
-    else:
-        k_at = k + row_offsets(
-            slot * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch,
-            k_head, 0, UNIT,
-        )  # fmt: skip
-        v_at = v + row_offsets(
-            slot * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch,
-            v_head, 0, UNIT,
-        )  # fmt: skip
-        k_pages, v_pages = None, None
-    bias_at, slope, inner, outer = None, None, None, None
-    if has_bias:
-        bias_at = bias + batch.to(tl.int64) * bias_batch + head.to(tl.int64)[:, None] * bias_head
-        bias_at = bias_at + row.to(tl.int64)[:, None] * bias_row
-    if has_alibi:
-        slope = alibi_slope(head, ALIBI_SPLIT)[:, None]
-    if has_soft_cap:
-        inner, outer = 1.0, 1.0
-        if cap_inner is not None:
-            inner = scalar_value(cap_inner).to(tl.float32)
-        if cap_outer is not None:
-            outer = scalar_value(cap_outer).to(tl.float32)
-    number_0, number_1, number_2, number_3 = None, None, None, None
-    if given_0 is not None:
-        number_0 = scalar_value(given_0).to(tl.float32)
-    if given_1 is not None:
-        number_1 = scalar_value(given_1).to(tl.float32)
-    if given_2 is not None:
-        number_2 = scalar_value(given_2).to(tl.float32)
-    if given_3 is not None:
-        number_3 = scalar_value(given_3).to(tl.float32)
-    factor = scalar_value(scale).to(tl.float32)
-    if FOLDS_SCALE:
-        factor = factor * LOG2_E
-
-    first, end, first_full, end_full = key_bounds(
-        slot * 0, count_q - 1, count_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
-    )
-    if count_q <= 0:
-        end = first
-    first = first // BLOCK_N * BLOCK_N
-    if is_split:
-        first = first + number * run * BLOCK_N
-        end = tl.minimum(end, first + run * BLOCK_N)
-    full_start = tl.cdiv(first_full, BLOCK_N) * BLOCK_N
-    full_start = tl.maximum(tl.minimum(full_start, end), first)
-    full_end = tl.minimum(end_full // BLOCK_N * BLOCK_N, end // BLOCK_N * BLOCK_N)
-    full_end = tl.maximum(full_end, full_start)
-
-    acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
-    acc_2 = 0.0
-    if DV_BLOCK_2 > 0:
-        acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    for part in tl.static_range(3):
-        if part == 0:
-            start, stop = first, full_start
-        elif part == 1:
-            start, stop = full_start, full_end
+        slots = tl.sum(runs, 0) * heads_kv
+    if IS_EARLY:
+        # Not before: the programs of the combination read the same lengths.
+        gdc_launch_dependents()
+    for slot in range(program, slots, tl.num_programs(0)):
+        slot = core.to_tensor(slot)
+        if is_split:
+            # The last sequence with any run that starts at or before this slot.
+            batch = tl.max(tl.where((starts <= slot) & (runs > 0), index, 0), 0)
+            own = index == batch
+            place = slot - pick(starts, own)
+            key_head, number = place % heads_kv, place // heads_kv
+            count_q, count_kv = pick(counts_q, own), pick(counts_kv, own)
         else:
-            start, stop = full_end, end
-        if part != 0 or HAS_LEFT:
-            acc, acc_2, total, top = attend(
-                acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
-                k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
-                start, stop, 0, row[:, None], count_kv, shift, left, right, factor,
-                inner, outer, number_0, number_1, number_2, number_3, batch, head[:, None],
-                bias_at, bias_col, slope, None, keys, None, None,
-                None, 0, None, 0, 0, in_rows[:, None],
-                D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
-                is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
-                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, part != 1, False,
-            )  # fmt: skip
+            key_head, batch, number = slot % heads_kv, slot // heads_kv, 0
+            count_q = sequence_length(
+                len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM
+            )
+            count_kv = sequence_length(
+                len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM
+            )
+        place_in_tile = tl.arange(0, BLOCK_M)
+        row = place_in_tile % rows
+        member = place_in_tile // rows
+        head = key_head * group + member
+        in_declared = member < group
+        in_rows = in_declared & (row < count_q)
+        shift = 0
+        if BOTTOM_RIGHT:
+            shift = count_kv - count_q
 
-    # Values that a row does not see do not exist, NaN and infinity included; they are rare.
-    if HAS_LEFT or HAS_RIGHT or has_bias:
-        if is_spoilt(acc, acc_2, DV_BLOCK_2 > 0):
-            acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
-            if DV_BLOCK_2 > 0:
-                acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        q_at = row_offsets(
+            row, q_offsets, batch, head, q_offset_step, q_multiplier, q_batch, q_head, q_row, UNIT
+        )
+        query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
+        query_2 = query
+        if D_BLOCK_2 > 0:
+            query_2 = load_piece(q, q_at, in_rows, q_col, D_BLOCK, D_BLOCK_2, D, False, True)
+        if is_paged:
+            k_at = k + key_head.to(tl.int64) * k_head * UNIT
+            v_at = v + key_head.to(tl.int64) * v_head * UNIT
+            k_pages = k_table + batch.to(tl.int64) * k_table_batch
+            v_pages = v_table + batch.to(tl.int64) * v_table_batch
+        else:
+            k_at = k + row_offsets(
+                batch * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch,
+                k_head, 0, UNIT,
+            )  # fmt: skip
+            v_at = v + row_offsets(
+                batch * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch,
+                v_head, 0, UNIT,
+            )  # fmt: skip
+            k_pages, v_pages = None, None
+        bias_at, slope, inner, outer = None, None, None, None
+        if has_bias:
+            bias_at = bias + batch.to(tl.int64) * bias_batch
+            bias_at += head.to(tl.int64)[:, None] * bias_head + row.to(tl.int64)[:, None] * bias_row
+        if has_alibi:
+            slope = alibi_slope(head, ALIBI_SPLIT)[:, None]
+        if has_soft_cap:
+            inner, outer = 1.0, 1.0
+            if cap_inner is not None:
+                inner = scalar_value(cap_inner).to(tl.float32)
+            if cap_outer is not None:
+                outer = scalar_value(cap_outer).to(tl.float32)
+        number_0, number_1, number_2, number_3 = None, None, None, None
+        if given_0 is not None:
+            number_0 = scalar_value(given_0).to(tl.float32)
+        if given_1 is not None:
+            number_1 = scalar_value(given_1).to(tl.float32)
+        if given_2 is not None:
+            number_2 = scalar_value(given_2).to(tl.float32)
+        if given_3 is not None:
+            number_3 = scalar_value(given_3).to(tl.float32)
+        factor = scalar_value(scale).to(tl.float32)
+        if FOLDS_SCALE:
+            factor = factor * LOG2_E
+
+        first, end, _, _ = key_bounds(
+            batch * 0, count_q - 1, count_kv, shift, left, right, HAS_LEFT, HAS_RIGHT
+        )
+        if count_q <= 0:
+            end = first
+        first = first // BLOCK_N * BLOCK_N
+        if is_split:
+            first = first + number * run * BLOCK_N
+            end = tl.minimum(end, first + run * BLOCK_N)
+        acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+        acc_2 = 0.0
+        if DV_BLOCK_2 > 0:
+            acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        if k_map is not None:
+            acc, total, top = attend_mapped(
+                acc, total, top, query, k_map, v_map, v_at, v_row, v_col, k_pages, v_pages,
+                k_table_row, v_table_row, v_batch, batch, key_head, first, end, factor,
+                BLOCK_N, D_BLOCK, DV, DV_BLOCK, UNIT, K_PAGE, V_PAGE, is_paged,
+            )  # fmt: skip
+        else:
+            # Masked throughout: bytes take the time here, and one loop is less code to fetch.
             acc, acc_2, total, top = attend(
                 acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
                 k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
@@ -246,102 +207,52 @@ def attention_decode(
                 None, 0, None, 0, 0, in_rows[:, None],
                 D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
                 is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
-                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, True, True,
+                CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, True, False,
             )  # fmt: skip
 
-    if is_split:
-        at = slot.to(tl.int64) * BLOCK_M + place_in_tile
-        tl.store(part_total + at, total, mask=in_declared)
-        tl.store(part_top + at, top, mask=in_declared)
-        width: tl.constexpr = DV_BLOCK + DV_BLOCK_2
-        to = part_acc + (at * width)[:, None]
-        tl.store(to + tl.arange(0, DV_BLOCK)[None, :], acc, mask=in_declared[:, None])
-        if DV_BLOCK_2 > 0:
-            along = DV_BLOCK + tl.arange(0, DV_BLOCK_2)
-            tl.store(to + along[None, :], acc_2, mask=in_declared[:, None])
-    else:
-        if sink is not None:
-            level = tl.load(sink + head.to(tl.int64) * sink_head, mask=in_declared, other=0.0)
-            acc, acc_2, total, top = join_sink(acc, acc_2, total, top, level, DV_BLOCK_2 > 0)
-        store_rows(
-            acc, acc_2, total, top, 1.0, batch, head, row, in_rows, in_declared,
-            o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-            o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
-            smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-            o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-            o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-            DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2,
-        )  # fmt: skip
+        # Values that a row does not see do not exist, NaN and infinity included; they are rare.
+        if HAS_LEFT or HAS_RIGHT or has_bias:
+            if is_spoilt(acc, acc_2, DV_BLOCK_2 > 0):
+                acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+                if DV_BLOCK_2 > 0:
+                    acc_2 = tl.zeros((BLOCK_M, DV_BLOCK_2), tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+                top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+                acc, acc_2, total, top = attend(
+                    acc, acc_2, total, top, query, query_2, k_at, v_at, k_row, v_row, k_col, v_col,
+                    k_pages, v_pages, k_table_row, v_table_row, k_batch, v_batch,
+                    first, end, 0, row[:, None], count_kv, shift, left, right, factor,
+                    inner, outer, number_0, number_1, number_2, number_3, batch, head[:, None],
+                    bias_at, bias_col, slope, None, keys, None, None,
+                    None, 0, None, 0, 0, in_rows[:, None],
+                    D, DV, D_BLOCK, D_BLOCK_2, DV_BLOCK, DV_BLOCK_2, BLOCK_N, UNIT, K_PAGE, V_PAGE,
+                    is_paged, HAS_LEFT, HAS_RIGHT, has_bias, has_alibi, has_soft_cap,
+                    CAP_DIVIDES, SCORE_PROGRAM, False, False, 0, False, FOLDS_SCALE, True, True,
+                )  # fmt: skip
 
-
-@triton.jit
-def attention_combine(
-    o, stats, smax, ssum, sink, part_acc, part_total, part_top, part_deal,
-    len_q,
-    o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-    o_batch, o_head, o_row, o_col,
-    stats_batch, stats_head, stats_row,
-    smax_batch, smax_head, smax_row,
-    ssum_batch, ssum_head, ssum_row,
-    sink_head,
-    len_q_step,
-    o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-    o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-    batches, rows, heads_kv, group,
-    LEN_Q_IS_SUM: tl.constexpr,
-    DV: tl.constexpr, DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    O_UNIT: tl.constexpr, STATS_LOG2: tl.constexpr,
-):  # fmt: skip
-    """One program a (batch, query head): its rows' sums over all runs, RUN_BLOCK at a time."""
-    heads = heads_kv * group
-    program = tl.program_id(0)
-    head, batch = program % heads, program // heads
-    count = tl.load(part_deal + batch)
-    first_slot = tl.load(part_deal + batches + batch) + head // group
-    count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
-    row = tl.arange(0, ROW_BLOCK)
-    in_declared = row < rows
-    in_rows = row < count_q
-    in_tile = (head % group) * rows + row
-
-    width: tl.constexpr = DV_BLOCK + DV_BLOCK_2
-    # Whole rows of sums, as wide as a power of two; what is beyond DV is not stored.
-    along = tl.arange(0, WIDTH_BLOCK)
-    acc = tl.zeros((ROW_BLOCK, WIDTH_BLOCK), tl.float32)
-    total = tl.zeros((ROW_BLOCK,), tl.float32)
-    top = tl.full((ROW_BLOCK,), -float("inf"), tl.float32)
-    for start in range(0, count, RUN_BLOCK):
-        number = start + tl.arange(0, RUN_BLOCK)
-        slot = (first_slot + number * heads_kv).to(tl.int64)
-        at = slot[:, None] * BLOCK_M + in_tile[None, :]
-        mask = (number < count)[:, None] & in_declared[None, :]
-        tops = tl.load(part_top + at, mask=mask, other=-float("inf"))
-        totals = tl.load(part_total + at, mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        level = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(tops - level[None, :])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(totals * weights, 0)
-        inside = mask[:, :, None] & (along < width)[None, None, :]
-        parts = tl.load(
-            part_acc + (at * width)[:, :, None] + along[None, None, :], mask=inside, other=0.0
-        )
-        acc = acc * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        top = new_top
-    if sink is not None:
-        level = tl.load(sink + head.to(tl.int64) * sink_head)
-        acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
-    store_rows(
-        acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_declared,
-        o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-        o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
-        smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-        o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-        o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-        DV, WIDTH_BLOCK, 0, O_UNIT, STATS_LOG2,
-    )  # fmt: skip
+        if is_split:
+            at = slot.to(tl.int64) * (group * rows) + place_in_tile
+            tl.store(part_total + at, total, mask=in_declared)
+            tl.store(part_top + at, top, mask=in_declared)
+            width: tl.constexpr = DV_BLOCK + DV_BLOCK_2
+            to = part_acc + (at * width)[:, None]
+            tl.store(to + tl.arange(0, DV_BLOCK)[None, :], acc, mask=in_declared[:, None])
+            if DV_BLOCK_2 > 0:
+                along = DV_BLOCK + tl.arange(0, DV_BLOCK_2)
+                tl.store(to + along[None, :], acc_2, mask=in_declared[:, None])
+        else:
+            if sink is not None:
+                level = tl.load(sink + head.to(tl.int64) * sink_head, mask=in_declared, other=0.0)
+                acc, acc_2, total, top = join_sink(acc, acc_2, total, top, level, DV_BLOCK_2 > 0)
+            store_rows(
+                acc, acc_2, total, top, 1.0, batch, head, row, in_rows, in_declared,
+                o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+                o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+                smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
+                o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+                o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+                DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2,
+            )  # fmt: skip
 
 
 def decode_plan(
@@ -350,26 +261,41 @@ def decode_plan(
     """One kernel where each key head is read by one program, else the split and the combination."""
     units = spec.batch * spec.heads_kv
     is_split = config.splits > 1
+    sharing = config.sharing or Sharing(units)
     blocks = triton.cdiv(spec.keys, config.block_n)
     run = triton.cdiv(blocks, config.splits)
-    programs = units * triton.cdiv(blocks, run) if is_split else units
-    cells = programs * config.block_m
+    runs = triton.cdiv(blocks, run)
+    programs = min(units * runs, sharing.programs) if is_split else units
+    # Sums of the rows of one slot.
+    tile = spec.rows * spec.group
     width = sum(pieces(spec.depth_v))
     scratch = [
-        ("sums of values", cells * width * 4),
-        ("sums of weights", cells * 4),
-        ("maxima", cells * 4),
-        ("runs and first slots", spec.batch * 2 * 4),
+        ("sums of values", units * runs * tile * width * 4),
+        ("sums of weights", units * runs * tile * 4),
+        ("maxima", units * runs * tile * 4),
     ]
     pieces_at = [piece.offset_bytes for piece in plan_workspace(scratch).pieces]
+    is_mapped = is_split and is_aligned and sharing.has_maps
+    is_mapped = is_mapped and _moves_whole_blocks(spec, config.block_n)
 
     def arguments() -> KernelArguments:
         given = KernelArguments(slots)
         add_forward_operands(given, spec, is_aligned=is_aligned)
+        # What a model fixes, and what is mostly 1, is part of the code: kernels divide by them.
+        known = {"heads_kv": spec.heads_kv, "group": spec.group}
+        known |= {"rows": 1} if spec.rows == 1 else {}
+        for name in known:
+            del given.types[name], given.values[name]
+        given.constant(**known)
         for name, offset in zip(_PARTS, pieces_at, strict=True):
-            kind = "*i32" if name == "part_deal" else "*fp32"
-            given.scratch(name, kind, offset if is_split else None)
+            given.scratch(name, "*fp32", offset if is_split else None)
         given.extent("run", run)
+        if is_mapped:
+            for name, size in (("k", spec.depth), ("v", spec.depth_v)):
+                box = (1, 1, config.block_n, pieces(size)[0])
+                given.tensor_map(f"{name}_map", spec.ports[name], box)
+        else:
+            given.constant(k_map=None, v_map=None)
         rows = power_of_two(spec.rows)
         given.constant(
             BLOCK_M=config.block_m,
@@ -378,12 +304,29 @@ def decode_plan(
             ROW_BLOCK=rows,
             RUN_BLOCK=max(1, _RUNS_AT_ONCE // rows),
             WIDTH_BLOCK=power_of_two(width),
+            IS_EARLY=is_split and sharing.is_early,
         )
         return given
 
     first = arguments().planned(attention_decode, (programs, 1, 1), config.warps, config.stages)
+    first = replace(first, spec=replace(first.spec, max_registers=sharing.max_registers))
     if not is_split:
         return KernelPlan((first,))
     grid = (spec.batch * spec.heads_q, 1, 1)
     second = arguments().planned(attention_combine, grid, _COMBINE_WARPS, 1)
-    return KernelPlan((first, second), tuple(scratch))
+    return KernelPlan((first, replace(second, is_early=sharing.is_early)), tuple(scratch))
+
+
+def _moves_whole_blocks(spec: AttentionSpec, block_n: int) -> bool:
+    """True if the copy engine can bring blocks of keys and values, for plain scores."""
+    if spec.changes_scores or spec.is_banded or spec.scale is None or spec.scale <= 0.0:
+        return False
+    if pieces(spec.depth)[1] or pieces(spec.depth_v)[1]:
+        return False
+    if not spec.is_paged:
+        return takes_tensor_maps(spec)
+    # Each page is a plane of its own, which a box must not leave.
+    return all(
+        spec.ports[port].dim[2] % block_n == 0 and map_decline_reason(spec.ports[port]) is None
+        for port in ("k", "v")
+    )

@@ -9,7 +9,7 @@ import pytest
 import tilewright as tw
 from tilewright.engines.triton.attention_arguments import KernelArguments
 from tilewright.engines.triton.attention_config import (
-    MAX_PROGRAMS_A_MULTIPROCESSOR,
+    MAX_RUNS_A_MULTIPROCESSOR,
     PROGRAMS_A_MULTIPROCESSOR,
     choose_config,
     choose_decode_config,
@@ -101,11 +101,54 @@ def test_keys_are_split_until_the_device_is_full() -> None:
     for batch, keys in ((1, 4096), (4, 4096), (8, 4096), (8, 32768), (1, 131072)):
         splits = decode_splits(132, batch=batch, keys=keys)
         units = batch * 8
-        # No more than fill it while runs are short, never more than idle programs would cost.
-        assert units * splits <= MAX_PROGRAMS_A_MULTIPROCESSOR * 132
+        # No more than fill it while runs are short, never more than their sums would cost.
+        assert units * splits <= MAX_RUNS_A_MULTIPROCESSOR * 132
         assert units * splits >= 0.75 * PROGRAMS_A_MULTIPROCESSOR * 132 or keys // splits <= 256
-    assert decode_splits(132, batch=8, keys=4096) == 4
-    assert decode_splits(132, batch=8, keys=32768) == 16
+        assert keys // splits <= 2048
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "splits"),
+    # Runs of all key heads: one round of 396 programs, nearly, or three, or many.
+    [(8, 4096, 6), (8, 32768, 18), (4, 4096, 11), (25, 4096, 5)],
+)
+def test_runs_are_shared_out_evenly(batch: int, keys: int, splits: int) -> None:
+    spec = spec_of(1, keys, batch=batch, heads=(32, 8))
+    config = choose_decode_config(spec, 132)
+    assert config is not None and config.sharing is not None
+    assert (config.splits, config.sharing.programs) == (splits, 396)
+    blocks, units = -(-keys // config.block_n), batch * 8
+
+    def turns(count: int) -> int:
+        return -(-units * count // 396) * (-(-blocks // count) + 1)
+
+    others = range(-(-keys // 2048), 16 * 132 // units + 1)
+    assert turns(splits) == min(turns(count) for count in others)
+    assert turns(splits) < 1.4 * units * blocks / 396
+
+
+@pytest.mark.parametrize("depth", [64, 128, 256])
+def test_programs_that_share_a_multiprocessor_fit(depth: int) -> None:
+    for rows in (1, 8):
+        spec = spec_of(rows, 32768, batch=8, heads=(32, 8), depth=depth)
+        config = choose_decode_config(spec, 132)
+        assert config is not None and config.sharing is not None
+        count = config.sharing.programs // 132
+        # Keys and values of all stages but one, and what products and sums exchange.
+        used = 2 * config.block_n * depth * 2 * (config.stages - 1) + 9 * 1024
+        assert count * used <= 227 * 1024
+        if config.sharing.max_registers is not None:
+            assert count * config.warps * 32 * config.sharing.max_registers <= 65536
+
+
+def test_only_parts_that_can_start_a_kernel_early_do() -> None:
+    found = {}
+    for name, (count, _) in DEVICES.items():
+        config = choose_decode_config(spec_of(1, 4096, heads=(32, 8)), count)
+        assert config is not None and config.sharing is not None
+        found[name] = config.sharing.is_early, config.sharing.has_maps
+    assert found["a100"] == found["rtx pro 6000"] == (False, False)
+    assert found["h200"] == (True, True) and found["b200"] == (True, False)
 
 
 def test_many_sequences_or_few_keys_are_not_split() -> None:

@@ -229,6 +229,40 @@ def test_concurrent_frames_on_several_streams() -> None:
         check(each)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_calls_in_a_row_share_a_workspace(recorded: bool) -> None:
+    # The combination starts early: neither it nor the next call's first kernel may run ahead.
+    first = clean(decode_pack(paged=False, keys=4000))
+    graph = build(first)
+    workspace = workspace_of(graph)
+    many = [
+        {**first, "q": normal(4, 8, 1, 64, seed=n), "o": torch.full_like(first["o"], torch.nan)}
+        for n in range(6)
+    ]
+    frames = [graph.bind(each, workspace) for each in many]
+    frames[0].launch()
+    torch.cuda.synchronize()
+    replay = torch.cuda.CUDAGraph()
+    if recorded:
+        with torch.cuda.graph(replay):
+            for frame in frames:
+                frame.launch()
+    for _ in range(20):
+        for each in many:
+            each["o"].fill_(torch.nan)
+        if recorded:
+            replay.replay()
+        else:
+            for frame in frames:
+                frame.launch()
+        # In the same stream, with nothing between: what comes next sees whole results.
+        copies = [each["o"].clone() for each in many]
+    torch.cuda.synchronize()
+    for each, copy in zip(many, copies, strict=True):
+        check(each)
+        assert torch.equal(copy, each["o"])
+
+
 def test_strides_beyond_32_bits_are_addressed(large_storage: Callable[..., torch.Tensor]) -> None:
     # B1: the address truncated to 32 bits holds a decoy inside the allocation.
     step, width = 2**32 + 64, 64

@@ -1,0 +1,168 @@
+"""Few queries over many keys: every edge of a length, a page and a run, held to float64."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.engines.triton.engine import interpreting
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+PAGE = 16
+KEYS = 530
+# The edges of a page, of a block of keys and of a run of blocks; nothing, one key, and all.
+LENGTHS = ([0, 1, PAGE - 1, KEYS], [PAGE, PAGE + 1, 0, 129], [255, 256, 257, KEYS - 1])
+HEADS, HEADS_KV, DEPTH = 4, 1, 16
+GUARD = 64
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    if HAS_GPU:
+        yield
+        return
+    with interpreting():
+        yield
+
+
+class Decode:
+    """One declared call with operands that hold NaN wherever no length reaches."""
+
+    def __init__(self, rows: int, lengths: list[int], *, page: int = 0, **masks: Any) -> None:
+        self.lengths, self.rows, self.page = lengths, rows, page
+        self.is_causal = bool(masks)
+        generator = torch.Generator().manual_seed(rows + page)
+        self.batch = batch = len(lengths)
+        self.graph = tw.Graph(io_data_type="float16", handle=tw.create_handle(DEVICE))
+        self.q = torch.randn(batch, HEADS, rows, DEPTH, generator=generator).half()
+        dense = [torch.randn(batch, HEADS_KV, KEYS, DEPTH, generator=generator) for _ in range(2)]
+        self.k, self.v = (x.half() for x in dense)
+        used = torch.arange(KEYS) < torch.tensor(lengths)[:, None]
+        buffers = {"q": self.q, "len_q": torch.full((batch, 1, 1, 1), rows).int()}
+        buffers["len_kv"] = torch.tensor(lengths).int().view(-1, 1, 1, 1)
+        for name, x in (("k", self.k), ("v", self.v)):
+            hidden = x.masked_fill(~used[:, None, :, None], torch.nan)
+            if not page:
+                buffers[name] = hidden
+                continue
+            entries = -(-KEYS // page)
+            whole = torch.full((batch, HEADS_KV, entries * page, DEPTH), torch.nan).half()
+            whole[:, :, :KEYS] = hidden
+            order = torch.randperm(batch * entries, generator=generator)
+            container = torch.empty(batch * entries, HEADS_KV, page, DEPTH).half()
+            pages = whole.view(batch, HEADS_KV, entries, page, DEPTH).transpose(1, 2)
+            container[order] = pages.reshape(-1, HEADS_KV, page, DEPTH)
+            table = order.view(batch, 1, entries, 1).int()
+            for number, length in enumerate(lengths):
+                # An entry that no key needs names no page.
+                table[number, 0, -(-length // page) :] = 2**30
+            buffers[name], buffers[f"{name}_table"] = container, table
+        self.pack, declared = {}, {}
+        for name, buffer in buffers.items():
+            tensor = self.graph.tensor(buffer.shape, buffer.stride(), buffer.dtype, name=name)
+            declared[name], self.pack[tensor] = tensor, buffer.to(DEVICE)
+        masks |= {"seq_len_q": declared["len_q"], "seq_len_kv": declared["len_kv"]}
+        if page:
+            masks |= {f"paged_attention_{x}_table": declared[f"{x}_table"] for x in "kv"}
+            masks["paged_attention_max_seq_len_kv"] = KEYS
+        o, stats = self.graph.sdpa(
+            *(declared[name] for name in "qkv"),
+            attn_scale=DEPTH**-0.5,
+            generate_stats=True,
+            use_padding_mask=True,
+            **masks,
+        )
+        o.set_output(True)
+        stats.set_output(True).set_data_type("float32")
+        self.o, self.stats = o, stats
+        self.graph.deselect_engines(["hopper"])
+        self.graph.build()
+        assert self.graph.selected_engine == "triton", self.graph.explain()
+
+    def run(self, fill: int = 0xAB) -> tuple[torch.Tensor, torch.Tensor]:
+        """O and Stats; every byte around them and around the workspace is as it was."""
+        size = self.graph.get_workspace_size()
+        assert size > 0, "keys are split"
+        raw = torch.full((size + 2 * 256,), fill, dtype=torch.uint8, device=DEVICE)
+        outs = {}
+        for tensor, width, dtype in (
+            (self.o, DEPTH, torch.float16),
+            (self.stats, 1, torch.float32),
+        ):
+            count = self.batch * HEADS * self.rows * width
+            outs[tensor] = torch.full((count + 2 * GUARD,), 77.0, dtype=dtype, device=DEVICE)
+        inner = {
+            tensor: x[GUARD:-GUARD].view(self.batch, HEADS, self.rows, -1)
+            for tensor, x in outs.items()
+        }
+        self.graph.execute({**self.pack, **inner}, raw[256:-256])
+        assert (raw[:256] == fill).all() and (raw[-256:] == fill).all()
+        for x in outs.values():
+            assert (x[:GUARD] == 77.0).all() and (x[-GUARD:] == 77.0).all()
+        return inner[self.o].cpu(), inner[self.stats].cpu()
+
+    def check(self, o: torch.Tensor, stats: torch.Tensor) -> None:
+        """Against float64, a row at a time."""
+        for batch, length in enumerate(self.lengths):
+            for head in range(HEADS):
+                kv = head // (HEADS // HEADS_KV)
+                scores = self.q[batch, head].double() @ self.k[batch, kv, :length].double().T
+                scores *= DEPTH**-0.5
+                for row in range(self.rows):
+                    # Row r of the last ``rows`` sees the keys up to its own.
+                    seen = length - (self.rows - 1 - row) if self.is_causal else length
+                    if seen <= 0:
+                        assert not o[batch, head, row].any()
+                        assert stats[batch, head, row] == -torch.inf
+                        continue
+                    visible = scores[row, :seen]
+                    want = visible.softmax(-1) @ self.v[batch, kv, :seen].double()
+                    error = (o[batch, head, row].double() - want).abs().max()
+                    assert error <= 2e-3 * max(1.0, want.abs().max()), (batch, head, row, length)
+                    error = (stats[batch, head, row].double() - visible.logsumexp(-1)).abs().max()
+                    assert error <= 1e-4, (batch, head, row, length)
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("page", [0, PAGE])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths_at_every_edge(lengths: list[int], rows: int, page: int) -> None:
+    call = Decode(rows, lengths, page=page)
+    call.check(*call.run())
+
+
+@pytest.mark.L1
+@pytest.mark.parametrize("page", [0, 1, PAGE, 128])
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_each_number_of_queries(rows: int, page: int) -> None:
+    call = Decode(rows, LENGTHS[rows % 3], page=page)
+    call.check(*call.run())
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("page", [0, PAGE])
+def test_a_causal_mask_from_the_bottom_right(page: int) -> None:
+    call = Decode(5, LENGTHS[0], page=page, use_causal_mask_bottom_right=True)
+    call.check(*call.run())
+
+
+@pytest.mark.L0
+def test_no_sequence_has_any_key() -> None:
+    o, stats = Decode(2, [0, 0, 0]).run()
+    assert not o.any() and (stats == -torch.inf).all()
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("page", [0, PAGE])
+def test_nothing_in_the_workspace_shows(page: int) -> None:
+    # Twice from other bytes, NaN among them, and the same bits.
+    call = Decode(2, LENGTHS[2], page=page)
+    first, second = call.run(0xFF), call.run(0x00)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
