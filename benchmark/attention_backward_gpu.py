@@ -111,7 +111,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
                 raise SystemExit(f"{name} at {shape}: error {worst}")
         calls[name] = frame.launch
     flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
-    times = device_ms(calls, rounds=10, host_us=HOST_US)
+    times = device_ms(calls, rounds=7, host_us=HOST_US)
     for name, ms in times.items():
         table.add(
             depth=depth,

@@ -177,7 +177,7 @@ def draw(heads: int, length: int, size: int) -> Any:
 
 
 def main() -> None:
-    rounds = 8 if "--quick" in sys.argv else 15
+    rounds = 4 if "--quick" in sys.argv else 9
     torch.manual_seed(0)
     table = Table("hopper", "python benchmark/hopper_attention.py")
     for size in SIZES:
