@@ -15,6 +15,7 @@ from tilewright.graph.tensor import Tensor
 from tilewright.launch.tensor_maps import map_decline_reason
 
 MAX_HEAD_SIZE = 256
+SMALL_HEAD_SIZE = 64
 # Fewer rows or keys than this leave most of a tile empty.
 MIN_EXTENT = 64
 _PORTS = frozenset(
@@ -100,6 +101,14 @@ def read_backward(operation: Operation) -> BackwardSpec:
         shift = extents.keys - extents.rows if is_bottom else 0
         left = None if left is None or left - shift >= extents.rows else left - shift
         right = None if right is None or right + shift >= extents.keys - 1 else right + shift
+    lengths_given = any(tensor is not None for tensor in lengths.values())
+    is_small = max(extents.depth, extents.depth_v) <= SMALL_HEAD_SIZE
+    if op.use_deterministic_algorithm and is_small and left is None and not lengths_given:
+        raise NotSupportedError(
+            f"{title}: use_deterministic_algorithm with head sizes {extents.depth} and "
+            f"{extents.depth_v}; up to {SMALL_HEAD_SIZE}, without a left bound and lengths, "
+            "Triton's kernels are quicker"
+        )
     most = extents.rows + extents.keys
     return BackwardSpec(
         ports=ports,

@@ -69,6 +69,7 @@ DECLINES: list[tuple[str, Masks, Masks, str]] = [
     ("float32", {}, {"dtype": "float32"}, "has data type FLOAT"),
     ("depth", {"depth": 264}, {}, "head sizes 264 and 264; the kernels take up to 256"),
     ("short", {"rows": 63}, {}, "63 rows and 256 keys"),
+    ("fixed order", {}, {"use_deterministic_algorithm": True}, "Triton's kernels are quicker"),
     ("alibi", {}, {"use_alibi_mask": True, "use_causal_mask": True}, "use_alibi_mask"),
     (
         "step",
@@ -216,8 +217,8 @@ def test_gradients(shape: Any, mask: str, dtype: str) -> None:
 
 @pytest.mark.L0
 @pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("shape", [(300, 300, 64, (4, 2)), (500, 640, 128, (2, 1))], ids=str)
+@pytest.mark.parametrize("mask", ["window", "band"])
+@pytest.mark.parametrize("shape", [(300, 300, 64, (4, 2)), (500, 640, 40, (2, 1))], ids=str)
 def test_gradients_in_a_fixed_order(shape: Any, mask: str) -> None:
     check_gradients(shape, mask, "bfloat16", use_deterministic_algorithm=True)
 
@@ -260,7 +261,7 @@ def check_gradients(shape: Any, mask: str, dtype: str, **options: Any) -> None:
 
 @pytest.mark.L0
 @pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
-@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("depth", [128, 256])
 def test_a_fixed_order_repeats_bit_for_bit(depth: int) -> None:
     dims = dims_of(2048, 2048, depth, (8, 4))
     pack = {n: torch.randn(dims[n], device="cuda").bfloat16() for n in ("q", "k", "v", "dO", "o")}
@@ -302,7 +303,7 @@ def test_many_programs_meet_at_every_barrier(depth: int) -> None:
 @pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["quick", "fixed"])
 def test_keys_that_no_early_row_sees_may_hold_nan(is_fixed: bool) -> None:
-    dims = dims_of(256, 256, 64, (1, 1))
+    dims = dims_of(256, 256, 128 if is_fixed else 64, (1, 1))
     pack = {n: torch.randn(dims[n], device="cuda").bfloat16() for n in ("q", "k", "v", "dO", "o")}
     pack["stats"] = torch.full((2, 1, 256, 1), 5.0, device="cuda")
     pack |= {n: torch.empty_like(pack["q"]) for n in ("dQ", "dK", "dV")}
