@@ -18,7 +18,12 @@ import triton.language as tl
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_numbers
-from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length, tile_of
+from tilewright.engines.triton.attention_addresses import (
+    head_start,
+    row_offsets,
+    sequence_length,
+    tile_of,
+)
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
     add_forward_operands,
@@ -149,21 +154,18 @@ def attention_forward(
     query_2 = query
     if D_BLOCK_2 > 0:
         query_2 = load_piece(q, q_at, in_rows, q_col, D_BLOCK, D_BLOCK_2, D, False, True)
+    k_at = head_start(
+        k, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch, k_head,
+        UNIT, is_paged,
+    )  # fmt: skip
+    v_at = head_start(
+        v, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch, v_head,
+        UNIT, is_paged,
+    )  # fmt: skip
+    k_pages, v_pages = None, None
     if is_paged:
-        k_at = k + key_head.to(tl.int64) * k_head * UNIT
-        v_at = v + key_head.to(tl.int64) * v_head * UNIT
         k_pages = k_table + batch.to(tl.int64) * k_table_batch
         v_pages = v_table + batch.to(tl.int64) * v_table_batch
-    else:
-        k_at = k + row_offsets(
-            tile * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch,
-            k_head, 0, UNIT,
-        )  # fmt: skip
-        v_at = v + row_offsets(
-            tile * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch,
-            v_head, 0, UNIT,
-        )  # fmt: skip
-        k_pages, v_pages = None, None
 
     wide_row = row.to(tl.int64)[:, None]
     bias_at, drop_at, mask_at, slope, line = None, None, None, None, None

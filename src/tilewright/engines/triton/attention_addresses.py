@@ -40,6 +40,20 @@ def row_offsets(
 
 
 @triton.jit
+def head_start(
+    at, offsets, batch, head, offset_step, multiplier, batch_step, head_step,
+    UNIT: tl.constexpr, IS_PAGED: tl.constexpr,
+):  # fmt: skip
+    """Where a head's keys or values start; where they are paged, in the first page."""
+    if IS_PAGED:
+        return at + head.to(tl.int64) * head_step * UNIT
+    else:
+        return at + row_offsets(
+            batch * 0, offsets, batch, head, offset_step, multiplier, batch_step, head_step, 0, UNIT
+        )
+
+
+@triton.jit
 def tile_of(number, tiles, group_heads, all_heads, LAST_FIRST: tl.constexpr):
     """(tile, head of all batches) of a number: ``group_heads`` heads at a time.
 

@@ -17,7 +17,11 @@ from triton.language import core
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
+from tilewright.engines.triton.attention_addresses import (
+    head_start,
+    row_offsets,
+    sequence_length,
+)
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
     add_forward_operands,
@@ -135,21 +139,18 @@ def attention_decode(
         query_2 = query
         if D_BLOCK_2 > 0:
             query_2 = load_piece(q, q_at, in_rows, q_col, D_BLOCK, D_BLOCK_2, D, False, True)
+        k_at = head_start(
+            k, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch, k_head,
+            UNIT, is_paged,
+        )  # fmt: skip
+        v_at = head_start(
+            v, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch, v_head,
+            UNIT, is_paged,
+        )  # fmt: skip
+        k_pages, v_pages = None, None
         if is_paged:
-            k_at = k + key_head.to(tl.int64) * k_head * UNIT
-            v_at = v + key_head.to(tl.int64) * v_head * UNIT
             k_pages = k_table + batch.to(tl.int64) * k_table_batch
             v_pages = v_table + batch.to(tl.int64) * v_table_batch
-        else:
-            k_at = k + row_offsets(
-                batch * 0, k_offsets, batch, key_head, k_offset_step, k_multiplier, k_batch,
-                k_head, 0, UNIT,
-            )  # fmt: skip
-            v_at = v + row_offsets(
-                batch * 0, v_offsets, batch, key_head, v_offset_step, v_multiplier, v_batch,
-                v_head, 0, UNIT,
-            )  # fmt: skip
-            k_pages, v_pages = None, None
         bias_at, slope, inner, outer = None, None, None, None
         if has_bias:
             bias_at = bias + batch.to(tl.int64) * bias_batch
