@@ -292,6 +292,7 @@ CASES: tuple[Case, ...] = (
             f"{ATTENTION}::test_a_sample_of_all_pairs",
             f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
             f"{P}/sdpa/triton/test_triton_attention_functions.py::test_caches_are_read_by_the_kernels",
+            f"{P}/sdpa/triton/test_triton_attention_decode.py::test_lengths_at_every_edge",
         ),
     ),
     Case(
@@ -516,6 +517,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/torch/test_sdpa_decode_function.py",
             f"{SDPA}::test_merging_states",
             f"{ATTENTION}::test_split_keys",
+            f"{P}/sdpa/triton/test_triton_attention_decode.py",
             f"{P}/sdpa/triton/test_triton_attention_functions.py",
         ),
     ),
