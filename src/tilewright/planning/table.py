@@ -152,6 +152,14 @@ _HOPPER_ROWS = (
         note="soft caps within attention",
     ),
     CapabilityRow(
+        ("sdpa_fp8",),
+        frozenset({DataType.FP8_E4M3, DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
+        INDICES,
+        devices=frozenset({"cuda"}),
+        compute_capabilities=frozenset({(9, 0)}),
+        note="E4M3, dense, head sizes to 128; O in E4M3 or 16 bits; bands, GQA, lengths, sinks",
+    ),
+    CapabilityRow(
         ("sdpa_backward",),
         frozenset({DataType.HALF, DataType.BFLOAT16, DataType.FLOAT}),
         INDICES,

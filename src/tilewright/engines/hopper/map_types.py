@@ -8,7 +8,11 @@ from tilewright.dtypes import DataType
 from tilewright.engines.compiled.planned import TRITON_TYPES
 from tilewright.graph.tensor import Tensor
 
-_TYPES = {DataType.BFLOAT16: gl.bfloat16, DataType.HALF: gl.float16}
+_TYPES = {
+    DataType.BFLOAT16: gl.bfloat16,
+    DataType.HALF: gl.float16,
+    DataType.FP8_E4M3: gl.float8e4nv,
+}
 
 
 def map_type(tensor: Tensor, box: tuple[int, ...]) -> str:

@@ -1,0 +1,228 @@
+"""FP8 attention forward on SM90: configurations, and the launch of ``attention_fp8_kernel``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilewright.engines.base import Knobs, Proposal
+from tilewright.engines.compiled.compiler import KernelSpec
+from tilewright.engines.compiled.planned import (
+    KernelPlan,
+    PlannedKernel,
+    operand,
+    pointer_type,
+    slot_numbers,
+)
+from tilewright.engines.hopper.attention_fp8_kernel import attention_fp8_forward, clear_amax
+from tilewright.engines.hopper.attention_fp8_spec import (
+    MAXIMA,
+    SCALES,
+    AttentionFp8Spec,
+    read_spec,
+)
+from tilewright.engines.hopper.map_types import map_type
+from tilewright.errors import NotSupportedError
+from tilewright.graph.enums import behavior_note, knob_type
+from tilewright.graph.graph import DeclaredGraph
+from tilewright.graph.tensor import Tensor
+from tilewright.launch.prepared import Argument, Constant
+from tilewright.launch.tensor_maps import tensor_map
+
+_WARPGROUP_ROWS = 64
+_SLAB = 64
+# Registers a thread at entry, and of a consumer and the producer, by warpgroups of consumers: with
+# the producer's they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
+_ENTRY_REGISTERS = {2: 168, 3: 128}
+_CONSUMER_REGISTERS = {2: 232, 3: 160}
+_PRODUCER_REGISTERS = {2: 40, 3: 32}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How a tile is cut: see the constants of ``attention_fp8_kernel``.
+
+    ``by_cost``: causal tiles are dealt by their length.
+    """
+
+    block_n: int = 128
+    warpgroups: int = 3
+    stages: int = 2
+    q_slots: int = 2
+    by_cost: bool = True
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return _WARPGROUP_ROWS * self.warpgroups
+
+
+def padded(head_size: int) -> int:
+    """The width of a head in shared memory; the copies fill up with zeros."""
+    return 64 if head_size <= 64 else 128
+
+
+def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
+    """What measured best; see benchmark/hopper_attention.md."""
+    return AttentionConfig(stages=2 if padded(spec.depth) == 128 else 3)
+
+
+def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
+    """One proposal; its knobs tell the tile."""
+    config = choose_config(_only_spec(graph))
+    knobs = (
+        (knob_type.TILE_M, config.block_m),
+        (knob_type.TILE_N, config.block_n),
+        (knob_type.STAGES, config.stages),
+    )
+    return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))]
+
+
+def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
+    """Zero the maxima, then one launch, a program a multiprocessor."""
+    spec = _only_spec(graph)
+    given = dict(knobs)
+    config = choose_config(spec)
+    config = replace(
+        config,
+        warpgroups=given.get(knob_type.TILE_M, config.block_m) // _WARPGROUP_ROWS,
+        block_n=given.get(knob_type.TILE_N, config.block_n),
+        stages=given.get(knob_type.STAGES, config.stages),
+    )
+    return plan_with(graph, spec, config, sm_count)
+
+
+def plan_with(
+    graph: DeclaredGraph, spec: AttentionFp8Spec, config: AttentionConfig, sm_count: int
+) -> KernelPlan:
+    """The plan of one configuration."""
+    slots = slot_numbers(graph)
+    ports = spec.ports
+    depth, depth_v = padded(spec.depth), padded(spec.depth_v)
+    widths = {
+        "q": (_WARPGROUP_ROWS, depth),
+        "k": (config.block_n, depth),
+        "v": (config.block_n, _SLAB),
+        "O": (_WARPGROUP_ROWS, depth_v),
+    }
+    tiles = -(-spec.rows // config.block_m)
+    heads = spec.batch * spec.heads_q
+    values: dict[str, tuple[str, Argument]] = {}
+    for port, width in widths.items():
+        box = (1, 1, *width)
+        swizzle_bytes = min(128, width[1] * ports[port].data_type.bits // 8)
+        made = tensor_map(ports[port], slots[ports[port].uid], box, swizzle_bytes)
+        values[f"{port.lower()}_map"] = (map_type(ports[port], box), made)
+    # Absent operands keep their place; q stands in, and the kernel does not look at it.
+    for port in ("q", "k", "v", "O", "Stats"):
+        given = ports.get(port, ports["q"])
+        name = port.lower()
+        values[f"{name}_pointer"] = (pointer_type(given), operand(slots, given))
+        for axis, suffix in enumerate(("batch", "head", "row")):
+            values[f"{name}_{suffix}"] = ("i64", Constant(given.stride[axis]))
+    lengths = {"lengths_q": spec.lengths_q, "lengths_kv": spec.lengths_kv}
+    pointers: dict[str, Tensor | None] = {"sink": ports.get("sink_token"), **lengths}
+    pointers |= {name: ports[name] for name in SCALES}
+    for name, tensor in pointers.items():
+        given = ports["q"] if tensor is None else tensor
+        values[name] = (pointer_type(given), operand(slots, given))
+    for name, tensor in lengths.items():
+        values[f"{name}_step"] = ("i64", Constant(0 if tensor is None else tensor.stride[0]))
+    for port in MAXIMA:
+        # Floats that are not negative are ordered as integers, and NaN is above them.
+        values[port.lower()] = ("*i32", operand(slots, ports.get(port, ports["q"])))
+    values["scale"] = ("fp32", Constant(spec.scale))
+    integers = {
+        "rows": spec.rows,
+        "keys": spec.keys,
+        "depth": spec.depth,
+        "depth_v": spec.depth_v,
+        "left": spec.left or 0,
+        "right": spec.right or 0,
+        "tiles": tiles,
+        "heads": heads,
+        "heads_q": spec.heads_q,
+        "group": spec.group,
+    }
+    values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
+    has_maxima = tuple((f"HAS_{port.upper()}", port in ports) for port in MAXIMA)
+    constants = (
+        ("BLOCK_N", config.block_n),
+        ("DEPTH", depth),
+        ("DEPTH_V", depth_v),
+        ("WARPGROUPS", config.warpgroups),
+        ("STAGES", config.stages),
+        ("Q_SLOTS", config.q_slots),
+        ("BY_COST", config.by_cost and _cost_grows(spec)),
+        *_mask_constants(spec, config),
+        ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", spec)),
+        ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", spec)),
+        ("HAS_STATS", "Stats" in ports),
+        ("STATS_LOG2", spec.stats_log2 and "Stats" in ports),
+        ("HAS_SINK", "sink_token" in ports),
+        *has_maxima,
+        ("CONSUMER_REGISTERS", _CONSUMER_REGISTERS[config.warpgroups]),
+        ("PRODUCER_REGISTERS", _PRODUCER_REGISTERS[config.warpgroups]),
+    )
+    names = [name for name in attention_fp8_forward.arg_names if name in values]
+    kernel = KernelSpec(
+        attention_fp8_forward,
+        tuple((name, values[name][0]) for name in names),
+        constants,
+        warps=4,
+        max_registers=_ENTRY_REGISTERS[config.warpgroups],
+    )
+    grid = (min(sm_count, tiles * heads), 1, 1)
+    main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))
+    if not any(given for _, given in has_maxima):
+        return KernelPlan((main,))
+    amaxes = [port.lower() for port in MAXIMA]
+    clear = PlannedKernel(
+        KernelSpec(
+            clear_amax, tuple((name, values[name][0]) for name in amaxes), has_maxima, warps=1
+        ),
+        (1, 1, 1),
+        tuple(values[name][1] for name in amaxes),
+    )
+    return KernelPlan((clear, main))
+
+
+def _length_kind(tensor: Tensor | None, port: str, spec: AttentionFp8Spec) -> int:
+    """NO_LENGTHS, LENGTHS or SUMS of the kernel."""
+    return 0 if tensor is None else 1 if spec.ports.get(port) is tensor else 2
+
+
+def _only_spec(graph: DeclaredGraph) -> AttentionFp8Spec:
+    if len(graph.operations) != 1:
+        raise NotSupportedError(
+            f"graph {graph.name!r} has {len(graph.operations)} operations; Hopper attention takes "
+            "graphs of one"
+        )
+    return read_spec(graph.operations[0])
+
+
+def _mask_constants(
+    spec: AttentionFp8Spec, config: AttentionConfig
+) -> tuple[tuple[str, bool], ...]:
+    """Which masks exist, and whether blocks after the first can need the one on the right."""
+    has_left, has_right = spec.left is not None, spec.right is not None
+    # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
+    is_aligned = (
+        has_right
+        and not spec.shifts
+        and config.block_n % config.block_m == 0
+        and spec.right % config.block_n == 0
+    )
+    has_tail = spec.keys % config.block_n != 0 or spec.lengths_q or spec.lengths_kv
+    return (
+        ("HAS_LEFT", has_left),
+        ("HAS_RIGHT", has_right),
+        ("BOTTOM_RIGHT", spec.shifts),
+        ("RIGHT_LOOP", has_right and not is_aligned),
+        ("FIRST_MASKED", bool(has_left or has_right or has_tail)),
+        ("REPAIRS", has_left or has_right),
+    )
+
+
+def _cost_grows(spec: AttentionFp8Spec) -> bool:
+    """True if tiles cost more the later their rows are, as under a causal mask."""
+    return spec.right is not None and spec.left is None and spec.rows <= 2 * spec.keys

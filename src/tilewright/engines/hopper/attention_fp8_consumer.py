@@ -1,0 +1,334 @@
+"""A consumer of FP8 attention: four warps that make 64 rows of every tile.
+
+Block by block it multiplies keys with Q, makes probabilities, and multiplies values with them.
+Three consumers do so at their own pace, and one's exponentials run beside the others' products. (To
+overlap the two products of one consumer, as ``attention_consumer`` does, takes registers that three
+do not have.)
+
+Probabilities, times 2^8, are rounded to E4M3 in registers. A row's sum is only known when its last
+block is done, so what is rounded is 2^(s - m) for the maximum m so far, and not the normalized
+probability; both have the same three bits of mantissa. Sums of a row are of the unrounded ones, and
+blocks are added up in float32: within a block the tensor cores keep fewer bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.engines.hopper.attention_consumer import ends_of_masks
+from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT, P_UNIT
+from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, magnitudes, repair
+from tilewright.engines.hopper.attention_places import (
+    count_tiles,
+    element,
+    next_step,
+    place_of,
+)
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_softmax import (
+    LN2,
+    LOG2E,
+    MINUS_INFINITY,
+    masked,
+    rescaled,
+    thread_sums,
+)
+from tilewright.engines.hopper.barriers import barrier_arrive, partition_barrier, stores_done
+
+
+@gluon.jit
+def start_scores(q, stage, memory, tiling):
+    """Start Q K^T for a stage."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
+    )
+    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
+    k = memory.k.index(stage).permute((1, 0))
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_operand(p, LAYOUT: gl.constexpr, kind: gl.constexpr):
+    """Probabilities as the second product reads them: rounded, keys in the order of V^T.
+
+    A thread of the first product has keys 8c + 2q + e of 16, where q is its number among four; as
+    an operand it has positions 4q + 2c + e. So key 8c + 2q + e takes position 4q + 2c + e, and
+    nothing moves between threads.
+    """
+    rows: gl.constexpr = p.shape[0]
+    keys: gl.constexpr = p.shape[1]
+    p = p.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True).to(kind)
+
+
+@gluon.constexpr_function
+def ordered_layout(columns):
+    """Who holds what of ``in_order``: four columns side by side a thread."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]]
+        + [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def in_order(out):
+    """O with its columns in order: column 16x + 8p + i of the product is column 16x + 2i + p."""
+    rows: gl.constexpr = out.shape[0]
+    columns: gl.constexpr = out.shape[1]
+    layout: gl.constexpr = ordered_layout(columns)
+    out = out.reshape([rows, columns // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([rows, columns])
+    return gl.convert_layout(out, layout, assert_trivial=True)
+
+
+@gluon.jit
+def softmax_block(scores, top, total, scale, MASKED: gl.constexpr):
+    """(p times 2^8, factor of what came before, the new maximum, the new sums) of one block."""
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    shift = new_top * scale - P_EXPONENT
+    if MASKED:
+        shift = gl.where(new_top == MINUS_INFINITY, 0.0, shift)
+    p = gl.exp2(scores * scale - shift[:, None])
+    factor = gl.exp2((top * scale - P_EXPONENT) - shift)
+    sums = thread_sums(p)
+    spread = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    return p, factor, new_top, total * spread[:, None] + sums
+
+
+@gluon.jit
+def next_block(
+    q,
+    acc,
+    top,
+    total,
+    first,
+    column,
+    block,
+    sequence,
+    memory,
+    problem,
+    tiling,
+    features,
+    MASKED: gl.constexpr,
+):
+    """Both products of a block, and what lies between them."""
+    layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4)
+    stage = block % tiling.STAGES
+    phase = (block // tiling.STAGES) & 1
+    mbarrier.wait(memory.k_full.index(stage), phase)
+    token = start_scores(q, stage, memory, tiling)
+    scores = warpgroup_mma_wait(0, deps=(token,))
+    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    if MASKED:
+        scores = masked(scores, first, column, sequence, tiling, features)
+    p, factor, top, total = softmax_block(scores, top, total, problem.scale, MASKED)
+    rounded = as_operand(p, p_layout, memory.vt.dtype)
+    mbarrier.wait(memory.vt_full.index(stage), phase)
+    v = memory.vt.index(stage).permute((1, 0))
+    nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, layout)
+    token = warpgroup_mma(rounded, v, nothing, use_acc=False, is_async=True)
+    added = warpgroup_mma_wait(0, deps=(token,))
+    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
+    return rescaled(acc, factor) + added, top, total
+
+
+@gluon.jit
+def finish(acc, top, total, factor, peak_s, place, first, sequence, problem, features):
+    """(O in float32 before scale_o, the largest probability so far); Stats are stored.
+
+    ``factor`` is what a sum of rounded probabilities times V is still to be multiplied by.
+    """
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = first + gl.arange(0, ROWS, layout)
+    total = gl.convert_layout(gl.sum(total, 1), layout) * P_UNIT
+    shift = gl.convert_layout(top, layout) * problem.scale
+    scaled = 1.0
+    if features.HAS_SINK:
+        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
+        new_shift = gl.maximum(shift, sink)
+        scaled = gl.exp2(shift - new_shift)
+        total = total * scaled + gl.exp2(sink - new_shift)
+        shift = new_shift
+    empty = total == 0.0
+    end = problem.rows
+    if features.LENGTHS_Q != NO_LENGTHS:
+        empty = empty | (rows >= sequence.rows)
+    if features.HAS_STATS:
+        stats = shift + gl.log2(total)
+        if not features.STATS_LOG2:
+            stats = stats * LN2
+        at = problem.stats.pointer + element(
+            problem.stats, place.batch, place.head, place.head * 0, False
+        )
+        gl.store(
+            at + rows.to(gl.int64) * problem.stats.row,
+            gl.where(empty, MINUS_INFINITY, stats),
+            mask=rows < end,
+        )
+    # The largest probability of a row is that of its maximum.
+    largest = gl.where(empty, 0.0, scaled / total)
+    peak_s = gl.maximum(peak_s, gl.where(rows < end, largest, 0.0).to(gl.int32, bitcast=True))
+    out = acc * (largest * factor)[:, None]
+    if features.LENGTHS_Q != NO_LENGTHS:
+        # What rows of padding hold, NaN included, does not matter.
+        out = gl.where(empty[:, None], 0.0, out)
+    return out, peak_s
+
+
+@gluon.jit
+def leave(out, scale_o, o_map, place, first, memory, WARPGROUP: gl.constexpr):
+    """O of a tile times its scale, through shared memory."""
+    room = memory.o.index(WARPGROUP)
+    out = in_order(out * scale_o).to(room.dtype)
+    # The tile before has left the room by now: one thread sees to it for all.
+    tma.store_wait(0)
+    partition_barrier()
+    room.store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_map, [place.batch, place.head, first, 0], room)
+
+
+@gluon.jit
+def consume(
+    q_map,
+    k_map,
+    v_map,
+    o_map,
+    memory,
+    problem,
+    tiling,
+    features,
+    WARPGROUP: gl.constexpr,
+):
+    """A consumer: 64 rows of every tile."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
+    )
+    of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
+    BN: gl.constexpr = tiling.BLOCK_N
+    SLOTS: gl.constexpr = tiling.Q_SLOTS
+    no_sums = thread_sums(gl.zeros([ROWS, BN], gl.float32, score_layout))
+    peak_s = gl.zeros([ROWS], gl.int32, of_row)
+    peak_o = gl.zeros([ROWS], gl.int32, of_row)
+    spoiled = peak_o
+    block = 0
+    count = count_tiles(problem, tiling, features)
+    step = next_step(0, problem, tiling, features)
+    for number in range(count):
+        place, sequence = place_of(step, problem, tiling, features)
+        first = place.first + WARPGROUP * ROWS
+        slot = number % SLOTS
+        q = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP)
+        column = (place.high - 1) * BN
+        top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
+        acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
+        total = no_sums
+        mbarrier.wait(memory.q_full.index(slot), (number // SLOTS) & 1)
+        free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
+        if features.FIRST_MASKED:
+            for j in range(0, free):
+                acc, top, total = next_block(
+                    q,
+                    acc,
+                    top,
+                    total,
+                    first,
+                    column - j * BN,
+                    block,
+                    sequence,
+                    memory,
+                    problem,
+                    tiling,
+                    features,
+                    True,
+                )
+                block += 1
+        else:
+            free = free * 0
+        for _ in range(free, edge):
+            acc, top, total = next_block(
+                q,
+                acc,
+                top,
+                total,
+                first,
+                0,
+                block,
+                sequence,
+                memory,
+                problem,
+                tiling,
+                features,
+                False,
+            )
+            block += 1
+        if features.HAS_LEFT:
+            for j in range(edge, n):
+                acc, top, total = next_block(
+                    q,
+                    acc,
+                    top,
+                    total,
+                    first,
+                    column - j * BN,
+                    block,
+                    sequence,
+                    memory,
+                    problem,
+                    tiling,
+                    features,
+                    True,
+                )
+                block += 1
+        if number + SLOTS < count:
+            barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
+        factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)
+        out, peak_s = finish(
+            acc, top, total, factor * P_UNIT, peak_s, place, first, sequence, problem, features
+        )
+        rows = first + gl.arange(0, ROWS, of_row)
+        found = magnitudes(out, rows, problem.rows)
+        if features.REPAIRS:
+            # Tiles that are not finite are looked at once more when all are done.
+            spoiled = gl.maximum(spoiled, found)
+            found = gl.where(found > INFINITY_BITS, 0, found)
+        peak_o = gl.maximum(peak_o, found)
+        leave(out, gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+        step = next_step(step + 1, problem, tiling, features)
+    tma.store_wait(0)
+    if features.REPAIRS:
+        if gl.max(spoiled, 0) > INFINITY_BITS:
+            stores_done()
+            peak_o = repair(peak_o, count, problem, tiling, features, WARPGROUP)
+    if features.HAS_AMAX_S:
+        gl.atomic_max(problem.amax_s, gl.max(peak_s, 0))
+    if features.HAS_AMAX_O:
+        gl.atomic_max(problem.amax_o, gl.max(peak_o, 0))
+
+
+@gluon.jit
+def consume_0(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
+
+
+@gluon.jit
+def consume_1(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
+
+
+@gluon.jit
+def consume_2(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)

@@ -1,0 +1,168 @@
+"""What an FP8 attention operation declares, in the Hopper kernels' words. Pure; needs no Triton.
+
+Whatever the kernels do not do is declined here, by name, so that another engine takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tilewright.dtypes import DataType
+from tilewright.engines.hopper.attention_spec import MIN_ROWS
+from tilewright.errors import NotSupportedError
+from tilewright.graph.enums import diagonal_alignment
+from tilewright.graph.operation import Operation
+from tilewright.graph.tensor import Tensor
+from tilewright.launch.tensor_maps import map_decline_reason
+
+OUTPUT_TYPES = (DataType.FP8_E4M3, DataType.BFLOAT16, DataType.HALF)
+MAX_HEAD_SIZE = 128
+SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+MAXIMA = ("Amax_S", "Amax_O")
+_LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
+_PORTS = frozenset(
+    {"q", "k", "v", "sink_token", "O", "Stats", *SCALES, *MAXIMA, *_LENGTHS["q"], *_LENGTHS["kv"]}
+)
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class AttentionFp8Spec:
+    """One sdpa_fp8 operation that the kernels take.
+
+    The band is told as in ``attention_spec.AttentionSpec``.
+    """
+
+    ports: Mapping[str, Tensor]
+    batch: int
+    heads_q: int
+    heads_kv: int
+    rows: int
+    keys: int
+    depth: int
+    depth_v: int
+    scale: float
+    left: int | None
+    right: int | None
+    shifts: bool
+    lengths_q: Tensor | None
+    lengths_kv: Tensor | None
+    stats_log2: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads a key head."""
+        return self.heads_q // self.heads_kv
+
+
+def read_spec(operation: Operation) -> AttentionFp8Spec:
+    """The spec of a validated sdpa_fp8 operation.
+
+    Raises:
+        NotSupportedError: naming the tensor or the attribute, and what is taken.
+    """
+    title = operation.title()
+    ports = dict(operation.inputs)
+    ports |= {name: t for name, t in operation.outputs.items() if not t.is_virtual}
+    _check_features(title, operation, ports)
+    _check_operands(title, ports)
+    extents = operation.extents()
+    if max(extents.depth, extents.depth_v) > MAX_HEAD_SIZE:
+        raise NotSupportedError(
+            f"{title}: head sizes {extents.depth} and {extents.depth_v}; the FP8 kernels take up "
+            f"to {MAX_HEAD_SIZE}"
+        )
+    if extents.rows < MIN_ROWS:
+        raise NotSupportedError(
+            f"{title}: {extents.rows} query rows; the kernels take {MIN_ROWS} and more"
+        )
+    if extents.batch * extents.heads_q > _INT32_MAX // max(extents.rows, 1):
+        raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
+    scale = 1.0 if operation.attn_scale is None else operation.attn_scale
+    if not scale > 0:
+        raise NotSupportedError(f"{title}: attn_scale is {scale}; the kernels take positive ones")
+    lengths = {
+        side: next((ports[name] for name in names if name in ports), None)
+        for side, names in _LENGTHS.items()
+    }
+    left, right = operation.left_bound, operation.right_bound
+    is_bottom = operation.alignment is diagonal_alignment.BOTTOM_RIGHT
+    shifts = is_bottom and any(tensor is not None for tensor in lengths.values())
+    if not shifts:
+        # In the kernel's own rows; a bound beyond every row and key says nothing.
+        shift = extents.keys - extents.rows if is_bottom else 0
+        left = None if left is None or left - shift >= extents.rows else left - shift
+        right = None if right is None or right + shift >= extents.keys - 1 else right + shift
+    most = extents.rows + extents.keys
+    return AttentionFp8Spec(
+        ports=ports,
+        batch=extents.batch,
+        heads_q=extents.heads_q,
+        heads_kv=extents.heads_kv,
+        rows=extents.rows,
+        keys=extents.keys,
+        depth=extents.depth,
+        depth_v=extents.depth_v,
+        scale=float(scale),
+        left=None if left is None else min(max(left, -most), most),
+        right=None if right is None else min(max(right, -most), most),
+        shifts=shifts and (left is not None or right is not None),
+        lengths_q=lengths["q"],
+        lengths_kv=lengths["kv"],
+        stats_log2=operation.stats_use_log2,
+    )
+
+
+def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor]) -> None:
+    flags = {
+        "use_alibi_mask": operation.use_alibi_mask,
+        "score_mod": operation.score_mod is not None,
+    }
+    for name, is_set in flags.items():
+        if is_set:
+            raise NotSupportedError(f"{title}: {name}; the FP8 kernels do not have it")
+    for port, tensor in ports.items():
+        if port not in _PORTS:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}): the FP8 kernels take "
+                f"{', '.join(sorted(_PORTS))}"
+            )
+        if tensor.ragged_offset is not None:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}) is ragged; the FP8 kernels take dense operands"
+            )
+        if tensor.is_pass_by_value:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}) is passed by value; the FP8 kernels read scales "
+                "on the device"
+            )
+
+
+def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
+    if "O" not in ports:
+        raise NotSupportedError(f"{title}: O is virtual; the kernels store it")
+    for port in ("q", "k", "v", "O"):
+        tensor = ports[port]
+        accepted = OUTPUT_TYPES if port == "O" else (DataType.FP8_E4M3,)
+        if tensor.data_type not in accepted:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}) has data type {tensor.data_type.name}; the FP8 "
+                f"kernels take {', '.join(t.name for t in accepted)}"
+            )
+        reason = map_decline_reason(tensor)
+        if reason is not None:
+            raise NotSupportedError(f"tensor {tensor.label()} ({port}): {reason}")
+    for port in ("Stats", *MAXIMA):
+        tensor = ports.get(port)
+        if tensor is not None and tensor.data_type is not DataType.FLOAT:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} ({port}) has data type {tensor.data_type.name}; the "
+                "kernels store FLOAT"
+            )
+    sink = ports.get("sink_token")
+    if sink is not None and sink.dim[1] > 1 and sink.stride[1] != 1:
+        raise NotSupportedError(
+            f"tensor {sink.label()} (sink_token) has stride {sink.stride}; the kernels take 1 "
+            "along the heads"
+        )
