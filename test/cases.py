@@ -537,7 +537,11 @@ CASES: tuple[Case, ...] = (
     Case(
         "O5",
         "8-bit attention with scales and amax",
-        (f"{P}/sdpa/aten/test_attention_eight_bit.py",),
+        (
+            f"{P}/sdpa/aten/test_attention_eight_bit.py",
+            f"{P}/sdpa/hopper/test_hopper_fp8.py",
+            f"{P}/sdpa/hopper/test_hopper_fp8_on_gpu.py",
+        ),
     ),
     Case(
         "O6",
