@@ -31,6 +31,7 @@ HOPPER = f"{P}/sdpa/hopper/test_hopper_attention"
 HOPPER_PAGES = f"{P}/sdpa/hopper/test_hopper_pages_on_gpu.py"
 HOPPER_PAIRS = f"{P}/sdpa/hopper/test_hopper_attention_pairs.py"
 HOPPER_SEQUENCES = f"{P}/sdpa/hopper/test_hopper_sequences_on_gpu.py"
+HOPPER_BACKWARD_SEQUENCES = f"{P}/sdpa/hopper/test_hopper_backward_sequences_on_gpu.py"
 RAGGED = f"{P}/sdpa/triton/test_triton_ragged_on_gpu.py"
 MAPS = f"{P}/core/launch/test_tensor_maps.py"
 ATTENTION_BACKWARD = f"{P}/sdpa/triton/test_triton_attention_backward"
@@ -374,6 +375,7 @@ CASES: tuple[Case, ...] = (
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_replay_reads_operands_as_they_are",
             f"{HOPPER}_on_gpu.py::test_replay_reads_buffers_as_they_are_and_rebinding_uses_others",
             f"{HOPPER_SEQUENCES}::test_lengths_are_read_at_each_launch",
+            f"{HOPPER_BACKWARD_SEQUENCES}::test_lengths_are_read_at_each_launch",
             f"{BINDER}::test_frames_are_bound_once_and_read_buffers_as_they_are",
         ),
     ),
@@ -507,6 +509,7 @@ CASES: tuple[Case, ...] = (
             f"{SDPA}::test_origins_and_holes_of_packed_sequences",
             f"{SEQUENCES}::test_ragged_backward",
             f"{HOPPER_SEQUENCES}::test_sequences_of_their_own_lengths",
+            f"{HOPPER_BACKWARD_SEQUENCES}::test_sequences_of_their_own_lengths",
             ATTENTION_PAIRS,
         ),
     ),
