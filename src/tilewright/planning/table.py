@@ -157,7 +157,7 @@ _HOPPER_ROWS = (
         INDICES,
         devices=frozenset({"cuda"}),
         compute_capabilities=frozenset({(9, 0)}),
-        note="E4M3, dense, head sizes to 128; O in E4M3 or 16 bits; bands, GQA, lengths, sinks",
+        note="E4M3, dense, head sizes to 128; O in E4M3 or 16 bits; right bounds, GQA, lengths",
     ),
     CapabilityRow(
         ("sdpa_backward",),

@@ -136,7 +136,6 @@ def plan_with(
         "keys": spec.keys,
         "depth": spec.depth,
         "depth_v": spec.depth_v,
-        "left": spec.left or 0,
         "right": spec.right or 0,
         "tiles": tiles,
         "heads": heads,
@@ -204,7 +203,7 @@ def _mask_constants(
     spec: AttentionFp8Spec, config: AttentionConfig
 ) -> tuple[tuple[str, bool], ...]:
     """Which masks exist, and whether blocks after the first can need the one on the right."""
-    has_left, has_right = spec.left is not None, spec.right is not None
+    has_right = spec.right is not None
     # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
     is_aligned = (
         has_right
@@ -214,15 +213,14 @@ def _mask_constants(
     )
     has_tail = spec.keys % config.block_n != 0 or spec.lengths_q or spec.lengths_kv
     return (
-        ("HAS_LEFT", has_left),
         ("HAS_RIGHT", has_right),
         ("BOTTOM_RIGHT", spec.shifts),
         ("RIGHT_LOOP", has_right and not is_aligned),
-        ("FIRST_MASKED", bool(has_left or has_right or has_tail)),
-        ("REPAIRS", has_left or has_right),
+        ("FIRST_MASKED", bool(has_right or has_tail)),
+        ("REPAIRS", has_right),
     )
 
 
 def _cost_grows(spec: AttentionFp8Spec) -> bool:
     """True if tiles cost more the later their rows are, as under a causal mask."""
-    return spec.right is not None and spec.left is None and spec.rows <= 2 * spec.keys
+    return spec.right is not None and spec.rows <= 2 * spec.keys

@@ -237,7 +237,7 @@ def consume(
         acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
         total = no_sums
         mbarrier.wait(memory.q_full.index(slot), (number // SLOTS) & 1)
-        free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
+        free, edge, _ = ends_of_masks(place, first, sequence, tiling, features)
         if features.FIRST_MASKED:
             for j in range(0, free):
                 acc, top, total = next_block(
@@ -275,24 +275,6 @@ def consume(
                 False,
             )
             block += 1
-        if features.HAS_LEFT:
-            for j in range(edge, n):
-                acc, top, total = next_block(
-                    q,
-                    acc,
-                    top,
-                    total,
-                    first,
-                    column - j * BN,
-                    block,
-                    sequence,
-                    memory,
-                    problem,
-                    tiling,
-                    features,
-                    True,
-                )
-                block += 1
         if number + SLOTS < count:
             barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
         factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)

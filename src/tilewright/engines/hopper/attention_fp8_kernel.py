@@ -67,7 +67,6 @@ def attention_fp8_forward(
     keys,
     depth,
     depth_v,
-    left,
     right,
     tiles,
     heads,
@@ -97,7 +96,6 @@ def attention_fp8_forward(
     STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
     BY_COST: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     RIGHT_LOOP: gl.constexpr,
@@ -115,7 +113,6 @@ def attention_fp8_forward(
 ):
     tiling = Tiling(BLOCK_N, DEPTH, DEPTH_V, WARPGROUPS, STAGES, Q_SLOTS, BY_COST)
     features = Features(
-        HAS_LEFT,
         HAS_RIGHT,
         BOTTOM_RIGHT,
         RIGHT_LOOP,
@@ -139,7 +136,7 @@ def attention_fp8_forward(
         keys,
         depth,
         depth_v,
-        left,
+        rows * 0,
         right,
         full_scale,
         tiles,

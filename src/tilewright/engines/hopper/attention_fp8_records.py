@@ -102,9 +102,8 @@ class Memory:
 
 @aggregate
 class Features:
-    """What the declaration asks for. No operand is ragged."""
+    """What the declaration asks for. No operand is ragged, and no bound is on the left."""
 
-    HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     BOTTOM_RIGHT: gl.constexpr
     RIGHT_LOOP: gl.constexpr
@@ -117,13 +116,13 @@ class Features:
     HAS_SINK: gl.constexpr
     HAS_AMAX_S: gl.constexpr
     HAS_AMAX_O: gl.constexpr
+    HAS_LEFT: gl.constexpr
     RAGGED_Q: gl.constexpr
     RAGGED_KV: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self,
-        HAS_LEFT,
         HAS_RIGHT,
         BOTTOM_RIGHT,
         RIGHT_LOOP,
@@ -137,7 +136,6 @@ class Features:
         HAS_AMAX_S,
         HAS_AMAX_O,
     ):
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.BOTTOM_RIGHT = gl.constexpr(BOTTOM_RIGHT)
         self.RIGHT_LOOP = gl.constexpr(RIGHT_LOOP)
@@ -150,6 +148,7 @@ class Features:
         self.HAS_SINK = gl.constexpr(HAS_SINK)
         self.HAS_AMAX_S = gl.constexpr(HAS_AMAX_S)
         self.HAS_AMAX_O = gl.constexpr(HAS_AMAX_O)
+        self.HAS_LEFT = gl.constexpr(False)
         self.RAGGED_Q = gl.constexpr(False)
         self.RAGGED_KV = gl.constexpr(False)
 

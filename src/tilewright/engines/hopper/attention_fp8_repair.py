@@ -56,10 +56,6 @@ def is_spoiled(place, first, sequence, problem, tiling, features, LAYOUT: gl.con
         for key in range(max(first + sequence.right + 1, low), high):
             row = value_row(key, place, problem, tiling, LAYOUT)
             found += row - row
-    if features.HAS_LEFT:
-        for key in range(low, min(first + ROWS - sequence.left, high)):
-            row = value_row(key, place, problem, tiling, LAYOUT)
-            found += row - row
     return gl.max((found != 0.0).to(gl.int32), 0) != 0
 
 
@@ -129,8 +125,6 @@ def summed_anew(place, first, sequence, problem, tiling, features, LAYOUT: gl.co
         seen = rows < sequence.rows
         if features.HAS_RIGHT:
             seen = seen & (key <= rows + sequence.right)
-        if features.HAS_LEFT:
-            seen = seen & (key > rows - sequence.left)
         new_top = gl.where(seen, gl.maximum(top, score), top)
         shift = gl.where(new_top == MINUS_INFINITY, 0.0, new_top)
         weight = gl.exp2(score - shift)

@@ -31,7 +31,7 @@ _INT32_MAX = 2**31 - 1
 class AttentionFp8Spec:
     """One sdpa_fp8 operation that the kernels take.
 
-    The band is told as in ``attention_spec.AttentionSpec``.
+    The right bound is told as in ``attention_spec.AttentionSpec``.
     """
 
     ports: Mapping[str, Tensor]
@@ -43,7 +43,6 @@ class AttentionFp8Spec:
     depth: int
     depth_v: int
     scale: float
-    left: int | None
     right: int | None
     shifts: bool
     lengths_q: Tensor | None
@@ -94,6 +93,11 @@ def read_spec(operation: Operation) -> AttentionFp8Spec:
         shift = extents.keys - extents.rows if is_bottom else 0
         left = None if left is None or left - shift >= extents.rows else left - shift
         right = None if right is None or right + shift >= extents.keys - 1 else right + shift
+    if left is not None:
+        raise NotSupportedError(
+            f"{title}: the left bound (sliding window) {operation.left_bound} hides keys; the FP8 "
+            "kernels take a right bound alone"
+        )
     most = extents.rows + extents.keys
     return AttentionFp8Spec(
         ports=ports,
@@ -105,9 +109,8 @@ def read_spec(operation: Operation) -> AttentionFp8Spec:
         depth=extents.depth,
         depth_v=extents.depth_v,
         scale=float(scale),
-        left=None if left is None else min(max(left, -most), most),
         right=None if right is None else min(max(right, -most), most),
-        shifts=shifts and (left is not None or right is not None),
+        shifts=shifts and right is not None,
         lengths_q=lengths["q"],
         lengths_kv=lengths["kv"],
         stats_log2=operation.stats_use_log2,

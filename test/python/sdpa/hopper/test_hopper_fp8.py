@@ -70,12 +70,13 @@ def declare(
 @pytest.mark.L0
 def test_bounds_are_those_of_the_kernels_own_rows() -> None:
     causal = read_spec(declare(use_causal_mask=True).operations[0])
-    assert (causal.left, causal.right, causal.shifts) == (None, 0, False)
+    assert (causal.right, causal.shifts) == (0, False)
     shorter = ((2, 4, 100, 64), DIM, DIM)
-    graph = declare(dims=shorter, use_causal_mask_bottom_right=True, sliding_window_length=40)
-    bottom = read_spec(graph.operations[0])
-    # Row 0 is row 156 of the keys: it sees keys 117 to 156.
-    assert (bottom.left, bottom.right) == (40 - 156, 156)
+    bottom = read_spec(declare(dims=shorter, use_causal_mask_bottom_right=True).operations[0])
+    # Row 0 is row 156 of the keys: it sees keys 0 to 156.
+    assert (bottom.right, bottom.shifts) == (156, False)
+    wide = read_spec(declare(right_bound=255, sliding_window_length=256).operations[0])
+    assert wide.right is None, "bounds that hide nothing are none"
 
 
 ODD = (2, 4, 256, 56)
@@ -93,6 +94,10 @@ DECLINES: dict[str, tuple[dict[str, Any], str]] = {
     "score program": (
         {"score_mod": lambda graph, score: graph.tanh(score)},
         "score_mod",
+    ),
+    "sliding window": (
+        {"use_causal_mask": True, "sliding_window_length": 40},
+        r"the left bound \(sliding window\) 40 hides keys",
     ),
     "wide heads": ({"dims": ((2, 4, 256, 192),) * 3}, "head sizes 192 and 192"),
     "few rows": ({"dims": ((2, 4, 16, 64), DIM, DIM)}, "16 query rows"),
