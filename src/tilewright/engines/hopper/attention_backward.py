@@ -43,9 +43,12 @@ from tilewright.launch.workspace import plan_workspace
 _BLOCK_KEYS, _BLOCK_ROWS = 128, 64
 # Rows are padded to this in the workspace.
 _PADDED_TO = 128
-# Rows of a tile and slots for tiles of Q, by the width of the products.
+# Rows of a tile and slots for tiles of Q: where dQ is added up, and else by the width of the
+# products.
+_TILES_WITH_SUMS = (64, 3)
 _TILES = {64: (128, 2), 128: (64, 3), 256: (64, 2)}
-_SLOTS_O = 2
+# Slots that the barriers have room for, and that a step needs; slots for tiles of dO.
+_FEWEST_SLOTS, _MOST_SLOTS, _SLOTS_O = 2, 3, 2
 # Of the kernel of dQ: rows of a program, and by the width of the products keys of a block, slots
 # for blocks of K and of V.
 _QUERY_ROWS = 128
@@ -64,8 +67,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal."""
     spec = _only_spec(graph)
     notes = frozenset({numeric_note.NONDETERMINISTIC}) if has_sums(spec) else frozenset()
-    rows, stages = tile_of(spec)
-    knobs = ((knob_type.TILE_M, rows), (knob_type.STAGES, stages))
+    knobs = ((knob_type.STAGES, tile_of(spec)[1]),)
     return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}), notes)]
 
 
@@ -73,8 +75,13 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Row statistics, the products, dQ, and dSink where it is asked for."""
     spec, given = _only_spec(graph), dict(knobs)
     rows, stages = tile_of(spec)
-    call = _Call(spec, slot_numbers(graph), given.get(knob_type.TILE_M, rows))
-    kernels = [call.prepare(), call.products(given.get(knob_type.STAGES, stages))]
+    stages = given.get(knob_type.STAGES, stages)
+    if not _FEWEST_SLOTS <= stages <= _MOST_SLOTS:
+        raise NotSupportedError(
+            f"STAGES={stages}; attention's backward takes {_FEWEST_SLOTS} to {_MOST_SLOTS}"
+        )
+    call = _Call(spec, slot_numbers(graph), rows)
+    kernels = [call.prepare(), call.products(stages)]
     kernels.append(call.finish() if call.has_sums else call.query())
     if "dSink_token" in call.spec.ports:
         kernels.append(call.sinks())
@@ -93,7 +100,7 @@ def has_sums(spec: BackwardSpec) -> bool:
 
 def tile_of(spec: BackwardSpec) -> tuple[int, int]:
     """(rows of a tile, slots for tiles of Q): what measured best."""
-    return _TILES[width_of(spec)]
+    return _TILES_WITH_SUMS if has_sums(spec) else _TILES[width_of(spec)]
 
 
 def padded(head_size: int) -> int:
@@ -273,8 +280,7 @@ class _Call:
         arguments.add("scale", "fp32", Constant(spec.scale))
         arguments.counts(rows=spec.rows, padded_rows=self.padded_rows, heads=spec.heads_q)
         arguments.steps("d_q", d_q)
-        columns = self.depth // 2 if self.tile_rows == _BLOCK_ROWS else self.depth
-        constants = {"DEPTH": self.depth, "WIDTH": spec.depth, "COLUMNS": columns}
+        constants = {"DEPTH": self.depth, "WIDTH": spec.depth, "COLUMNS": self.depth // 2}
         constants |= self._sequences_q()
         return arguments.kernel(finish_rows, self._row_blocks(), constants, _PART_WARPS)
 

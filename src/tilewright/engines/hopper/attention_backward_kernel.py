@@ -1,16 +1,16 @@
-"""Attention backward on SM90, the device code: dK and dV, and dQ added up in memory, in one pass.
+"""Attention backward on SM90, the device code: dK and dV, and dQ added up in memory where asked.
 
 A program owns 128 keys of one key head. One warp moves Q and dO of the rows that see them into
 shared memory, rings of tiles of ROWS rows (``attention_backward_producer``); two consumers of four
-warps own 64 keys each (``attention_backward_consumer``):
+warps own 64 keys each (``attention_backward_consumer``, ``attention_backward_sums``):
 
     S^T = K Q^T,   dP^T = V dO^T,   P = 2^(c S - Stats),   dS = P (dP - Delta),
-    dV += P^T dO,  dK += dS^T Q,    dQ += dS K.
+    dV += P^T dO,  dK += dS^T Q,    and with MAKES_D_Q   dQ += dS K.
 
 P and dS stay in registers for dV and dK. For dQ, which sums over all keys, the consumers exchange
 dS through shared memory and make half of a tile each, which they add to float32 sums in the order
 in which threads hold them (``attention_backward_rows``). The order of the additions is not fixed,
-so dQ repeats up to rounding.
+so that dQ repeats up to rounding.
 
 Sources: Dao 2023; Shah et al. 2024.
 """
@@ -28,18 +28,25 @@ from tilewright.engines.hopper.attention_backward_records import (
     Memory,
     Starts,
 )
+from tilewright.engines.hopper.attention_backward_sums import consume_with_sums
 
 
 @gluon.jit
 def consume_0(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
     if works(problem, config):
-        consume(memory, problem, config, d_k, d_v, 0)
+        if config.MAKES_D_Q:
+            consume_with_sums(memory, problem, config, d_k, d_v, 0)
+        else:
+            consume(memory, problem, config, d_k, d_v, 0)
 
 
 @gluon.jit
 def consume_1(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
     if works(problem, config):
-        consume(memory, problem, config, d_k, d_v, 1)
+        if config.MAKES_D_Q:
+            consume_with_sums(memory, problem, config, d_k, d_v, 1)
+        else:
+            consume(memory, problem, config, d_k, d_v, 1)
 
 
 @gluon.jit

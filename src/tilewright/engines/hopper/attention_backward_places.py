@@ -8,23 +8,15 @@ from tilewright.engines.hopper.attention_places import length_of
 
 
 @gluon.jit
-def fresh_zero(step, FRESH: gl.constexpr):
-    """A 0; with FRESH one of which the compiler does not know that it is the same in every step.
+def fresh_zero(step):
+    """A 0 of which the compiler does not know that it is the same in every step.
 
     What is addressed with it is addressed anew in each: addresses that are kept through the loop
     take registers from the sums, and one that is spilled comes back from L2.
     """
-    zero = step * 0
-    if FRESH:
-        zero = gl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0;",
-            "=r,r",
-            [gl.to_tensor(step)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return zero
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0;", "=r,r", [gl.to_tensor(step)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

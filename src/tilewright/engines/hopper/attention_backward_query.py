@@ -133,7 +133,7 @@ def start_scores(step, block, low_open, high_open, zero, memory, config,
     if config.HIDES:
         if is_masked(block, low_open, high_open):
             clean_block(k, memory.spoiled.index(step % NOTES), config, CONSUMER)
-    q = memory.q.index(CONSUMER + fresh_zero(step, True))
+    q = memory.q.index(CONSUMER + fresh_zero(step))
     return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -143,7 +143,7 @@ def start_weights(step, zero, memory, config, CONSUMER: gl.constexpr):
     stage = step % config.STAGES_V
     mbarrier.wait(memory.v_full.index(stage), (step // config.STAGES_V) & 1)
     v = memory.v.index(stage)
-    d_o = memory.d_o.index(CONSUMER + fresh_zero(step, True))
+    d_o = memory.d_o.index(CONSUMER + fresh_zero(step))
     return warpgroup_mma(d_o, v.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 

@@ -48,7 +48,7 @@ class Config:
     LENGTHS_KV: gl.constexpr
     RAGGED_Q: gl.constexpr
     RAGGED_KV: gl.constexpr
-    # Derived: columns of dQ that a consumer makes of 64 rows; whether NaN and infinity in keys that
+    # Derived: columns of dQ that a consumer makes; whether NaN and infinity in keys that
     # some row does not see could get into dQ; and whether anything is masked.
     COLUMNS: gl.constexpr
     HIDES: gl.constexpr
@@ -92,7 +92,7 @@ class Config:
         self.LENGTHS_KV = gl.constexpr(LENGTHS_KV)
         self.RAGGED_Q = gl.constexpr(RAGGED_Q)
         self.RAGGED_KV = gl.constexpr(RAGGED_KV)
-        self.COLUMNS = gl.constexpr(DEPTH // 2 if ROWS == 64 else DEPTH)
+        self.COLUMNS = gl.constexpr(DEPTH // 2)
         self.HIDES = gl.constexpr(MAKES_D_Q and (HAS_LEFT or HAS_RIGHT or LENGTHS_KV != 0))
         self.MASKS = gl.constexpr(HAS_LEFT or HAS_RIGHT or HAS_TAIL)
 
