@@ -236,7 +236,9 @@ def consume(memory, problem, config, CONSUMER: gl.constexpr):
     partition_barrier()
     pointers = problem.d_q + out_row.to(gl.int64)[:, None] * problem.d_q_row + column[None, :]
     mask = (out_row < problem.end)[:, None] & (column < config.WIDTH)[None, :]
-    gl.store(pointers, q.load(layout), mask=mask)
+    # Rows of padding are 0, whatever their Q and dO hold.
+    live = (out_row < problem.rows)[:, None]
+    gl.store(pointers, gl.where(live, q.load(layout), 0.0).to(dtype), mask=mask)
 
 
 @gluon.jit
