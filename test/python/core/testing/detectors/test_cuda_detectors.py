@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import weakref
 
@@ -15,8 +14,6 @@ from tilewright.testing.detectors import Outcome, replay
 pytestmark = pytest.mark.L0
 Given = dict[str, torch.Tensor]
 Out = torch.Tensor | None
-# About a fifth of a second.
-_MIDST_CYCLES = 400_000_000
 
 
 def adds(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Tensor:
@@ -37,31 +34,6 @@ def test_right_code_holds(cuda_operands: Given) -> None:
     for name in ("no_allocation", "no_synchronization", "stream_order", "replay_freshness"):
         verdict = getattr(detectors, name)(adds, cuda_operands)
         assert verdict.outcome is Outcome.HELD, verdict
-
-
-def test_a_late_read_of_a_result_alone_is_no_reason_to_accuse_frames(cuda_operands: Given) -> None:
-    # Results are kept in the call's buffers, and hold NaN while its stream is busy. The caller's
-    # stream, which reads them, is busy until the buffer's next call is in the midst of that.
-    caller = torch.cuda.current_stream()
-    # The first use of a kernel loads it, and may wait for the device.
-    loaded = torch.zeros_like(cuda_operands["a"]).fill_(torch.nan).add(cuda_operands["b"]).clone()
-    torch.cuda._sleep(int(loaded.isnan().any()))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    kept: dict[int, torch.Tensor] = {}
-    calls: collections.Counter[int] = collections.Counter()
-
-    def adds_slowly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = kept.setdefault(a.data_ptr(), torch.empty_like(a))
-        calls[a.data_ptr()] += 1
-        if calls[a.data_ptr()] <= 2:
-            out.fill_(torch.nan)
-            torch.cuda._sleep(_MIDST_CYCLES)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(caller):
-                torch.cuda._sleep(_MIDST_CYCLES * 5 // 2)  # type: ignore[no-untyped-call]
-        return torch.add(a, b, out=out)
-
-    verdict = detectors.frame_independence(adds_slowly, cuda_operands)
-    assert verdict.outcome is Outcome.HELD, verdict
 
 
 def test_a_wait_is_seen(cuda_operands: Given) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewright.testing import detectors
-from tilewright.testing.detectors import Outcome, Subject
+from tilewright.testing.detectors import Outcome, Subject, frames
 from tilewright.testing.detectors.subject import Declared, Tensors
 
 pytestmark = pytest.mark.L0
@@ -26,6 +28,34 @@ def adds_in_place(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Te
 def makes_a_temporary(a: torch.Tensor, b: torch.Tensor, out: Out = None) -> torch.Tensor:
     out = torch.empty_like(a) if out is None else out
     return out.copy_(a + b)
+
+
+class Streams:
+    """Stands for torch's streams: writes down who waits for whom, and when work is sent."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.log.append(f"waits for {other}")
+
+    def synchronize(self) -> None:
+        self.log.append("host waits")
+
+
+def test_each_side_of_frames_waits_for_who_made_operands_and_reads_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    subject = types.SimpleNamespace(
+        declare=None, call=lambda operands: side.log.append("work") or operands
+    )
+    operand = types.SimpleNamespace(device=torch.device("cuda", 0))
+    frames._runner(subject, {"a": operand})()  # type: ignore[arg-type, dict-item]
+    assert side.log == ["waits for the caller's", "work", "host waits"]
 
 
 def test_a_launch_without_allocation_holds(operands: Given) -> None:
