@@ -97,6 +97,22 @@ def test_a_decline_names_the_tensor_or_the_rule(
 
 
 @pytest.mark.L0
+def test_lengths_of_padded_operands_are_declined() -> None:
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    tensors = [graph.tensor(dim, name=name) for name, dim in dims_of().items()]
+    stats = graph.tensor((2, 4, 256, 1), data_type="float32", name="stats")
+    lengths = [graph.tensor((2, 1, 1, 1), data_type="int32", name=f"len_{n}") for n in ("q", "kv")]
+    made = graph.sdpa_backward(
+        *tensors, stats, use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1]
+    )
+    for tensor in made:
+        tensor.set_output(True)
+    graph.validate()
+    with pytest.raises(NotSupportedError, match=r"'?len_q'? .*q.* which is not ragged"):
+        read_backward(graph.operations[0])
+
+
+@pytest.mark.L0
 def test_bounds_are_in_rows_of_the_tensors_and_vanish_where_they_hide_nothing() -> None:
     for masks, expected in (
         ({"use_causal_mask": True}, (None, 0)),
