@@ -8,8 +8,8 @@ from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.engines.hopper.attention_spec import DATA_TYPES
+from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
 from tilewright.errors import NotSupportedError
-from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.tensor_maps import map_decline_reason
@@ -22,7 +22,6 @@ _PORTS = frozenset(
     {"q", "k", "v", "o", "dO", "stats", "sink_token", "dQ", "dK", "dV", "dSink_token"}
     | {"seq_len_q", "seq_len_kv", "cu_seq_len_q", "cu_seq_len_kv"}
 )
-_LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
 _MAPPED = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
 _INT32_MAX = 2**31 - 1
 
@@ -57,7 +56,7 @@ class BackwardSpec:
     def length_kind(self, side: str) -> int:
         """NO_LENGTHS, LENGTHS or SUMS of the kernels, of side "q" or "kv"."""
         given = self.lengths_q if side == "q" else self.lengths_kv
-        return 0 if given is None else 1 if self.ports.get(_LENGTHS[side][0]) is given else 2
+        return 0 if given is None else 1 if self.ports.get(LENGTHS[side][0]) is given else 2
 
     @property
     def group(self) -> int:
@@ -90,26 +89,16 @@ def read_backward(operation: Operation) -> BackwardSpec:
         )
     if extents.batch * extents.heads_q > _INT32_MAX // (2 * extents.rows):
         raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
-    lengths = {
-        side: next((ports[name] for name in names if name in ports), None)
-        for side, names in _LENGTHS.items()
-    }
-    left, right = op.left_bound, op.right_bound
-    is_bottom = op.alignment is diagonal_alignment.BOTTOM_RIGHT
-    shifts = is_bottom and any(tensor is not None for tensor in lengths.values())
-    if not shifts:
-        shift = extents.keys - extents.rows if is_bottom else 0
-        left = None if left is None or left - shift >= extents.rows else left - shift
-        right = None if right is None or right + shift >= extents.keys - 1 else right + shift
-    lengths_given = any(tensor is not None for tensor in lengths.values())
+    lengths = lengths_of(ports)
+    has_lengths = any(tensor is not None for tensor in lengths.values())
+    bounds = read_bounds(op, extents.rows, extents.keys, has_lengths=has_lengths)
     is_small = max(extents.depth, extents.depth_v) <= SMALL_HEAD_SIZE
-    if op.use_deterministic_algorithm and is_small and left is None and not lengths_given:
+    if op.use_deterministic_algorithm and is_small and bounds.left is None and not has_lengths:
         raise NotSupportedError(
             f"{title}: use_deterministic_algorithm with head sizes {extents.depth} and "
             f"{extents.depth_v}; up to {SMALL_HEAD_SIZE}, without a left bound and lengths, "
             "Triton's kernels are quicker"
         )
-    most = extents.rows + extents.keys
     return BackwardSpec(
         ports=ports,
         batch=extents.batch,
@@ -120,9 +109,9 @@ def read_backward(operation: Operation) -> BackwardSpec:
         depth=extents.depth,
         depth_v=extents.depth_v,
         scale=1.0 if op.attn_scale is None else float(op.attn_scale),
-        left=None if left is None else min(max(left, -most), most),
-        right=None if right is None else min(max(right, -most), most),
-        shifts=shifts and (left is not None or right is not None),
+        left=bounds.left,
+        right=bounds.right,
+        shifts=bounds.shifts,
         lengths_q=lengths["q"],
         lengths_kv=lengths["kv"],
         ragged_q=ports["q"].ragged_offset is not None,
@@ -161,13 +150,13 @@ def _check_ragged(ports: Mapping[str, Tensor]) -> None:
                 f"tensor {tensor.label()} ({port}) and {other.label()} ({partner}): the kernels "
                 "take both ragged, or neither"
             )
-    for port, names in (("q", _LENGTHS["q"]), ("k", _LENGTHS["kv"])):
+    for port, names in (("q", LENGTHS["q"]), ("k", LENGTHS["kv"])):
         if ports[port].ragged_offset is not None and not any(name in ports for name in names):
             raise NotSupportedError(
                 f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"
             )
     for side, port in (("q", "q"), ("kv", "k")):
-        given = next((ports[name] for name in _LENGTHS[side] if name in ports), None)
+        given = next((ports[name] for name in LENGTHS[side] if name in ports), None)
         if given is not None and ports[port].ragged_offset is None:
             raise NotSupportedError(
                 f"tensor {given.label()} gives lengths to {ports[port].label()} ({port}), which is "

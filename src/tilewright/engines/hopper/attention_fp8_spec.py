@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
 from tilewright.engines.hopper.attention_spec import MIN_ROWS
+from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
 from tilewright.errors import NotSupportedError
-from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.tensor_maps import map_decline_reason
@@ -20,9 +20,8 @@ OUTPUT_TYPES = (DataType.FP8_E4M3, DataType.BFLOAT16, DataType.HALF)
 MAX_HEAD_SIZE = 128
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 MAXIMA = ("Amax_S", "Amax_O")
-_LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
 _PORTS = frozenset(
-    {"q", "k", "v", "sink_token", "O", "Stats", *SCALES, *MAXIMA, *_LENGTHS["q"], *_LENGTHS["kv"]}
+    {"q", "k", "v", "sink_token", "O", "Stats", *SCALES, *MAXIMA, *LENGTHS["q"], *LENGTHS["kv"]}
 )
 _INT32_MAX = 2**31 - 1
 
@@ -81,24 +80,14 @@ def read_spec(operation: Operation) -> AttentionFp8Spec:
     scale = 1.0 if operation.attn_scale is None else operation.attn_scale
     if not scale > 0:
         raise NotSupportedError(f"{title}: attn_scale is {scale}; the kernels take positive ones")
-    lengths = {
-        side: next((ports[name] for name in names if name in ports), None)
-        for side, names in _LENGTHS.items()
-    }
-    left, right = operation.left_bound, operation.right_bound
-    is_bottom = operation.alignment is diagonal_alignment.BOTTOM_RIGHT
-    shifts = is_bottom and any(tensor is not None for tensor in lengths.values())
-    if not shifts:
-        # In the kernel's own rows; a bound beyond every row and key says nothing.
-        shift = extents.keys - extents.rows if is_bottom else 0
-        left = None if left is None or left - shift >= extents.rows else left - shift
-        right = None if right is None or right + shift >= extents.keys - 1 else right + shift
-    if left is not None:
+    lengths = lengths_of(ports)
+    has_lengths = any(tensor is not None for tensor in lengths.values())
+    bounds = read_bounds(operation, extents.rows, extents.keys, has_lengths=has_lengths)
+    if bounds.left is not None:
         raise NotSupportedError(
             f"{title}: the left bound (sliding window) {operation.left_bound} hides keys; the FP8 "
             "kernels take a right bound alone"
         )
-    most = extents.rows + extents.keys
     return AttentionFp8Spec(
         ports=ports,
         batch=extents.batch,
@@ -109,8 +98,8 @@ def read_spec(operation: Operation) -> AttentionFp8Spec:
         depth=extents.depth,
         depth_v=extents.depth_v,
         scale=float(scale),
-        right=None if right is None else min(max(right, -most), most),
-        shifts=shifts and right is not None,
+        right=bounds.right,
+        shifts=bounds.shifts,
         lengths_q=lengths["q"],
         lengths_kv=lengths["kv"],
         stats_log2=operation.stats_use_log2,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.soft_cap import SoftCap, read_soft_cap
+from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
 from tilewright.errors import NotSupportedError
-from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.tensor_maps import map_decline_reason
@@ -20,12 +20,11 @@ DATA_TYPES = (DataType.BFLOAT16, DataType.HALF)
 MAX_HEAD_SIZE = 256
 # Fewer query rows than this leave most of a 64-row product empty: decoding, another kernel's work.
 MIN_ROWS = 17
-_LENGTHS = {"q": ("seq_len_q", "cu_seq_len_q"), "kv": ("seq_len_kv", "cu_seq_len_kv")}
 _TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 _PORTS = frozenset(
     ("q", "k", "v", "sink_token", "O", "Stats", "attn_scale", *_TABLES)
-    + _LENGTHS["q"]
-    + _LENGTHS["kv"]
+    + LENGTHS["q"]
+    + LENGTHS["kv"]
 )
 _INT32_MAX = 2**31 - 1
 
@@ -106,19 +105,9 @@ def read_spec(operation: Operation) -> AttentionSpec:
         raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
     scale = 1.0 if operation.attn_scale is None else float(operation.attn_scale)
     program = operation.score_mod
-    lengths = {
-        side: next((ports[name] for name in names if name in ports), None)
-        for side, names in _LENGTHS.items()
-    }
-    left, right = operation.left_bound, operation.right_bound
-    is_bottom = operation.alignment is diagonal_alignment.BOTTOM_RIGHT
-    shifts = is_bottom and any(tensor is not None for tensor in lengths.values())
-    if not shifts:
-        # In the kernel's own rows; a bound beyond every row and key says nothing.
-        shift = extents.keys - extents.rows if is_bottom else 0
-        left = None if left is None or left - shift >= extents.rows else left - shift
-        right = None if right is None or right + shift >= extents.keys - 1 else right + shift
-    most = extents.rows + extents.keys
+    lengths = lengths_of(ports)
+    has_lengths = any(tensor is not None for tensor in lengths.values())
+    bounds = read_bounds(operation, extents.rows, extents.keys, has_lengths=has_lengths)
     return AttentionSpec(
         ports=ports,
         batch=extents.batch,
@@ -130,9 +119,9 @@ def read_spec(operation: Operation) -> AttentionSpec:
         depth_v=extents.depth_v,
         scale=None if "attn_scale" in ports else scale,
         soft_cap=None if program is None else read_soft_cap(title, program),
-        left=None if left is None else min(max(left, -most), most),
-        right=None if right is None else min(max(right, -most), most),
-        shifts=shifts and (left is not None or right is not None),
+        left=bounds.left,
+        right=bounds.right,
+        shifts=bounds.shifts,
         lengths_q=lengths["q"],
         lengths_kv=lengths["kv"],
         ragged_q=ports["q"].ragged_offset is not None,
@@ -164,7 +153,7 @@ def _check_ragged(ports: Mapping[str, Tensor]) -> None:
                 f"tensor {tensor.label()} ({port}) and {other.label()} ({partner}): the kernels "
                 "take both ragged, or neither"
             )
-    for port, names in (("q", _LENGTHS["q"]), ("k", _LENGTHS["kv"])):
+    for port, names in (("q", LENGTHS["q"]), ("k", LENGTHS["kv"])):
         if ports[port].ragged_offset is not None and not any(name in ports for name in names):
             raise NotSupportedError(
                 f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"

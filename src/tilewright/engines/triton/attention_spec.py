@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.dtypes import DataType
+from tilewright.engines.compiled.soft_cap import SoftCap, read_soft_cap
 from tilewright.engines.triton.attention_score_mod import score_text
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
@@ -22,18 +23,6 @@ MAX_HEAD_SIZE = 256
 BLOCK_MASK_TILE = 128
 _OPERAND_TYPES = (DataType.HALF, DataType.BFLOAT16, DataType.FLOAT)
 _INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class SoftCap:
-    """score -> tanh(score * inner) * outer, or tanh(score / inner) * outer if ``divides``.
-
-    ``inner`` and ``outer`` are one-element tensors on ports of the operation; None is 1.
-    """
-
-    inner: Tensor | None
-    outer: Tensor | None
-    divides: bool
 
 
 @dataclass(frozen=True)
@@ -185,7 +174,7 @@ def read_spec(operation: Operation) -> AttentionSpec:
     soft_cap = score_program = None
     if op.score_mod is not None:
         try:
-            soft_cap = _soft_cap(title, op.score_mod)
+            soft_cap = read_soft_cap(title, op.score_mod)
         except NotSupportedError:
             # The backward has the slope of soft caps alone.
             if op.kind != "sdpa":
@@ -273,44 +262,3 @@ def _check_extents(title: str, ports: Mapping[str, Tensor], extents: Any) -> Non
             f"{title}: tensor {ports['q'].label()} (q) has {extents.rows} rows and k has "
             f"{extents.keys}; the kernels count up to {_INT32_MAX // 4} together"
         )
-
-
-def _soft_cap(title: str, program: Any) -> SoftCap:
-    """The program as a soft cap.
-
-    Raises:
-        NotSupportedError: for any other program, naming the operation that does not fit.
-    """
-    score, inner, outer = program.input, None, None
-    divides = is_capped = False
-    for step in program.operations:
-        first, second = step.inputs["in0"], step.inputs.get("in1")
-        fits = "in2" not in step.inputs
-        if step.mode == "tanh" and first is score and not is_capped:
-            is_capped = True
-        elif step.mode in ("mul", "div") and second is not None:
-            if second is score and step.mode == "mul":
-                first, second = second, first
-            one = second.dim and all(extent == 1 for extent in second.dim)
-            fits = fits and first is score and second is not score and one
-            fits = fits and second in program.external_inputs()
-            if is_capped:
-                fits = fits and outer is None and step.mode == "mul"
-                outer = second
-            else:
-                fits = fits and inner is None
-                inner, divides = second, step.mode == "div"
-        else:
-            fits = False
-        if not fits:
-            raise NotSupportedError(
-                f"{title}: score_mod has {step.mode} on tensor {first.label()}; the kernels take "
-                "soft caps, tanh(score * a) * b"
-            )
-        score = step.outputs["out"]
-    if score is not program.output or not is_capped:
-        raise NotSupportedError(
-            f"{title}: score_mod returns tensor {program.output.label()}; the kernels take soft "
-            "caps, tanh(score * a) * b"
-        )
-    return SoftCap(inner, outer, divides)
