@@ -10,36 +10,19 @@ device is never behind. Writes benchmark/results/<device>/hopper_bind.csv.
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from results import Table
+from timing import Call, host_us
 
 import tilewright as tw
 
-Call = Callable[[], Any]
 Pack = dict[str, torch.Tensor]
 CALLS = 50
 ROUNDS = 30
 PACKS = 16
 BATCH, HEADS, ROWS, SIZE = 2, 4, 64, 64
-
-
-def host_us(calls: dict[str, Call]) -> dict[str, float]:
-    """Median host microseconds of each call."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    torch.cuda.synchronize()
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def dense() -> tuple[Any, list[Pack]]:
@@ -99,7 +82,7 @@ def main() -> None:
     for name, (graph, packs) in {"dense": dense(), "packed": packed()}.items():
         calls |= calls_of(name, graph, packs)
     table = Table("hopper_bind", "python benchmark/hopper_bind.py")
-    for name, us in host_us(calls).items():
+    for name, us in host_us(calls, CALLS, ROUNDS).items():
         table.add(subject=name, host_us=f"{us:.2f}")
     table.write()
 

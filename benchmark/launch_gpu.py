@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,30 +18,16 @@ import cudnn_frontend
 import torch
 import torch.nn.functional as F
 from results import Table
+from timing import Call, host_us
 
 import tilewright as tw
 from tilewright import ops
 from tilewright.launch.cuda_driver import driver
 
-Call = Callable[[], Any]
 WIDTH = 1024
 CALLS = 100
 ROUNDS = 40
 PACKS = 16
-
-
-def host_us(calls: dict[str, Call]) -> dict[str, float]:
-    """Median host microseconds of each call, rounds interleaved."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    torch.cuda.synchronize()
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def norm_graph(x: torch.Tensor) -> Any:
@@ -134,7 +118,7 @@ def main() -> None:
     }
     peers = cudnn_calls(x, weight, y)
     calls |= {name: call for name, call in peers.items() if not isinstance(call, str)}
-    times = host_us(calls)
+    times = host_us(calls, CALLS, ROUNDS)
     # The quicker one of the bare calls: the others are held to it.
     bare = min(value for name, value in times.items() if name.startswith("bare"))
     table = Table("launch", "python benchmark/launch_gpu.py")

@@ -1,8 +1,9 @@
-"""Device times of calls: interleaved rounds with a cold L2, medians; host time does not count."""
+"""Times of calls, medians of interleaved rounds: on the device with a cold L2, and on the host."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,4 +36,18 @@ def device_ms(calls: dict[str, Call], rounds: int = 30, host_us: float = 280.0) 
             end.record()
             end.synchronize()
             samples[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def host_us(calls: dict[str, Call], count: int, rounds: int) -> dict[str, float]:
+    """Median host microseconds of each call: ``count`` of them a round, rounds interleaved."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            samples[name].append((time.perf_counter() - start) / count * 1e6)
+    torch.cuda.synchronize()
     return {name: statistics.median(values) for name, values in samples.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.compiler import KernelSpec
@@ -19,14 +19,13 @@ from tilewright.engines.hopper.attention_kernel import attention_forward
 from tilewright.engines.hopper.attention_order import SORT_WARPS, order_bytes, order_tiles
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
 from tilewright.errors import NotSupportedError
-from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
 from tilewright.launch.tensor_maps import tensor_map
 
-_WARPGROUP_ROWS = 64
 _ITEM_BYTES = 2
 # Packed tiles are ordered if there are this many for a multiprocessor, or more, and not too many to
 # sort in a moment.
@@ -39,28 +38,17 @@ _ENTRY_REGISTERS = {2: 168, 3: 128}
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(TileConfig):
     """How a tile is cut: see the constants of ``attention_kernel``.
 
-    ``turns``: consumers take turns on the tensor cores. ``by_cost``: causal tiles are dealt by
-    their length. ``out_parts``: O has room of its own in shared memory, and leaves in so many
-    parts; 0, and it leaves through Q's. ``early``: a tile's first exponentials are made beside the
-    last product of the tile before.
+    ``turns``: consumers take turns on the tensor cores. ``out_parts``: O has room of its own in
+    shared memory, and leaves in so many parts; 0, and it leaves through Q's. ``early``: a tile's
+    first exponentials are made beside the last product of the tile before.
     """
 
-    block_n: int = 128
-    warpgroups: int = 2
-    stages: int = 2
-    q_slots: int = 2
     turns: bool = True
-    by_cost: bool = True
     out_parts: int = 1
     early: bool = False
-
-    @property
-    def block_m(self) -> int:
-        """Query rows of a tile."""
-        return _WARPGROUP_ROWS * self.warpgroups
 
 
 def padded(head_size: int) -> int:
@@ -92,34 +80,19 @@ def choose_config(spec: AttentionSpec) -> AttentionConfig:
 
 def _fits_three(rows: int) -> bool:
     """True if tiles of three warpgroups' rows waste little of their last one."""
-    height = 3 * _WARPGROUP_ROWS
+    height = 3 * WARPGROUP_ROWS
     return -(-rows // height) * height <= 1.08 * rows
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal; its knobs tell the tile."""
-    spec = _only_spec(graph)
-    config = choose_config(spec)
-    knobs = (
-        (knob_type.TILE_M, config.block_m),
-        (knob_type.TILE_N, config.block_n),
-        (knob_type.STAGES, config.stages),
-    )
-    return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))]
+    return [proposal(choose_config(_only_spec(graph)))]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """One launch, a program a multiprocessor."""
     spec = _only_spec(graph)
-    given = dict(knobs)
-    config = choose_config(spec)
-    config = replace(
-        config,
-        warpgroups=given.get(knob_type.TILE_M, config.block_m) // _WARPGROUP_ROWS,
-        block_n=given.get(knob_type.TILE_N, config.block_n),
-        stages=given.get(knob_type.STAGES, config.stages),
-    )
-    return plan_with(graph, spec, config, sm_count)
+    return plan_with(graph, spec, with_knobs(choose_config(spec), knobs), sm_count)
 
 
 def plan_with(
@@ -136,10 +109,10 @@ def plan_with(
         k_box, v_box = (math.gcd(ports[port].dim[2], config.block_n) for port in "kv")
         slabs, panel = max(slabs, depth // _PANEL), _PANEL
     widths = {
-        "q": (_WARPGROUP_ROWS, depth // slabs),
+        "q": (WARPGROUP_ROWS, depth // slabs),
         "k": (k_box, depth // slabs),
         "v": (v_box, panel),
-        "O": (_WARPGROUP_ROWS, depth_v // max(config.out_parts, 1)),
+        "O": (WARPGROUP_ROWS, depth_v // max(config.out_parts, 1)),
     }
     tiles = -(-spec.rows // config.block_m)
     heads = spec.batch * spec.heads_q

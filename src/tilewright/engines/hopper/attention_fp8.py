@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.compiler import KernelSpec
@@ -21,14 +21,13 @@ from tilewright.engines.hopper.attention_fp8_spec import (
     read_spec,
 )
 from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
 from tilewright.errors import NotSupportedError
-from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant
 from tilewright.launch.tensor_maps import tensor_map
 
-_WARPGROUP_ROWS = 64
 _SLAB = 64
 # Registers a thread at entry, and of a consumer and the producer, by warpgroups of consumers: with
 # the producer's they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
@@ -38,22 +37,10 @@ _PRODUCER_REGISTERS = {2: 40, 3: 32}
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
-    """How a tile is cut: see the constants of ``attention_fp8_kernel``.
+class AttentionConfig(TileConfig):
+    """How a tile is cut: see the constants of ``attention_fp8_kernel``."""
 
-    ``by_cost``: causal tiles are dealt by their length.
-    """
-
-    block_n: int = 128
     warpgroups: int = 3
-    stages: int = 2
-    q_slots: int = 2
-    by_cost: bool = True
-
-    @property
-    def block_m(self) -> int:
-        """Query rows of a tile."""
-        return _WARPGROUP_ROWS * self.warpgroups
 
 
 def padded(head_size: int) -> int:
@@ -68,27 +55,13 @@ def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal; its knobs tell the tile."""
-    config = choose_config(_only_spec(graph))
-    knobs = (
-        (knob_type.TILE_M, config.block_m),
-        (knob_type.TILE_N, config.block_n),
-        (knob_type.STAGES, config.stages),
-    )
-    return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))]
+    return [proposal(choose_config(_only_spec(graph)))]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Zero the maxima, then one launch, a program a multiprocessor."""
     spec = _only_spec(graph)
-    given = dict(knobs)
-    config = choose_config(spec)
-    config = replace(
-        config,
-        warpgroups=given.get(knob_type.TILE_M, config.block_m) // _WARPGROUP_ROWS,
-        block_n=given.get(knob_type.TILE_N, config.block_n),
-        stages=given.get(knob_type.STAGES, config.stages),
-    )
-    return plan_with(graph, spec, config, sm_count)
+    return plan_with(graph, spec, with_knobs(choose_config(spec), knobs), sm_count)
 
 
 def plan_with(
@@ -99,10 +72,10 @@ def plan_with(
     ports = spec.ports
     depth, depth_v = padded(spec.depth), padded(spec.depth_v)
     widths = {
-        "q": (_WARPGROUP_ROWS, depth),
+        "q": (WARPGROUP_ROWS, depth),
         "k": (config.block_n, depth),
         "v": (config.block_n, _SLAB),
-        "O": (_WARPGROUP_ROWS, depth_v),
+        "O": (WARPGROUP_ROWS, depth_v),
     }
     tiles = -(-spec.rows // config.block_m)
     heads = spec.batch * spec.heads_q

@@ -1,0 +1,53 @@
+"""How Hopper's attention forward cuts its tiles, and the knobs that tell and change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tilewright.engines.base import Knobs, Proposal
+from tilewright.graph.enums import behavior_note, knob_type
+
+WARPGROUP_ROWS = 64
+Config = TypeVar("Config", bound="TileConfig")
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile has 64 query rows for each of ``warpgroups``, and takes ``block_n`` keys a step.
+
+    ``stages`` blocks of keys and values are in flight; ``q_slots`` tiles of Q have room.
+    ``by_cost``: causal tiles are dealt by their length.
+    """
+
+    block_n: int = 128
+    warpgroups: int = 2
+    stages: int = 2
+    q_slots: int = 2
+    by_cost: bool = True
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+
+def proposal(config: TileConfig) -> Proposal:
+    """The configuration as a plan whose knobs tell the tile."""
+    knobs = (
+        (knob_type.TILE_M, config.block_m),
+        (knob_type.TILE_N, config.block_n),
+        (knob_type.STAGES, config.stages),
+    )
+    return Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}))
+
+
+def with_knobs(config: Config, knobs: Knobs) -> Config:
+    """The configuration with the tile that the knobs tell."""
+    given = dict(knobs)
+    return replace(
+        config,
+        warpgroups=given.get(knob_type.TILE_M, config.block_m) // WARPGROUP_ROWS,
+        block_n=given.get(knob_type.TILE_N, config.block_n),
+        stages=given.get(knob_type.STAGES, config.stages),
+    )
