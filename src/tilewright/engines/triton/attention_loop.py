@@ -107,12 +107,13 @@ def block_start(
 
 
 @triton.jit
-def add_product(weights, values, seen, acc, CHECKS: tl.constexpr):
+def add_product(weights, values, seen, dropped, acc, CHECKS: tl.constexpr):
     """acc + weights @ values, in which values that a row does not see do not exist.
 
     A weight of 0 times NaN or infinity would be NaN. Such values are rare: with CHECKS they are
     looked for, and then marked by a product of their own: n(+inf) + 256 n(-inf) + 65280 n(NaN) over
-    the keys that a row sees.
+    the keys that a row sees. What dropout made 0 (``dropped``, or None) is seen, so that such a
+    weight times infinity is NaN.
     """
     kind: tl.constexpr = values.dtype
     if CHECKS:
@@ -126,6 +127,10 @@ def add_product(weights, values, seen, acc, CHECKS: tl.constexpr):
             code += tl.where(wide != wide, 65280.0, 0.0)
             marks = dot(seen.to(tl.float32).to(kind), code.to(kind), tl.zeros_like(acc))
             is_nan = marks >= 65280.0
+            if dropped is not None:
+                lost = (seen & dropped).to(tl.float32).to(kind)
+                endless = tl.where(is_finite, 0.0, 1.0).to(kind)
+                is_nan = is_nan | (dot(lost, endless, tl.zeros_like(acc)) > 0.0)
             negative = tl.floor(marks * (1.0 / 256.0))
             sees_positive = marks - negative * 256.0 > 0.0
             acc = tl.where(sees_positive, acc + float("inf"), acc)
@@ -303,24 +308,27 @@ def attend(
             fade = tl.exp2(top - level)
             total = total * fade + tl.sum(weights, 1)
             top = new_top
+            dropped = None
             if HAS_PHILOX:
                 kept = philox_keep(line, column, keys, seed, offset, THRESHOLD)
                 weights = tl.where(kept, weights, 0.0)
+                dropped = ~kept
             if HAS_DROP_MASK:
                 drop_inside = in_rows & in_keys[None, :]
                 factor = tl.load(
                     drop_at + column.to(tl.int64) * drop_col, mask=drop_inside, other=0.0
                 )
                 weights = weights * factor.to(tl.float32)
+                dropped = factor == 0.0
             acc = acc * fade[:, None]
             v = load_piece(v_first, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, IS_MASKED)
             is_seen = score != -float("inf")
-            acc = add_product(weights, v, is_seen, acc, CHECKS)
+            acc = add_product(weights, v, is_seen, dropped, acc, CHECKS)
             if DV_BLOCK_2 > 0:
                 acc_2 = acc_2 * fade[:, None]
                 v_2 = load_piece(
                     v_first, v_token, in_keys, v_col, DV_BLOCK, DV_BLOCK_2, DV, False, IS_MASKED
                 )
-                acc_2 = add_product(weights, v_2, is_seen, acc_2, CHECKS)
+                acc_2 = add_product(weights, v_2, is_seen, dropped, acc_2, CHECKS)
         k_number, v_number = next_k, next_v
     return acc, acc_2, total, top

@@ -66,6 +66,9 @@ FOUND = [
     Case(rows=70, keys=70, band="window", values="hidden_nan"),
     Case(rows=33, keys=70, band="causal", values="hidden_nan", lengths="lengths", stats="log2"),
     Case(rows=1, keys=128, lengths="lengths", values="hidden_nan", batch=3),
+    # Dropped, yet seen, an infinite value is NaN: 0 times it.
+    Case(rows=12, keys=5, band="causal", values="hidden_nan", dropout="philox"),
+    Case(rows=12, keys=5, band="causal", values="hidden_nan", dropout="mask", sizes=(96, 96)),
     Case(rows=8, keys=8, bias="hiding", sizes=(8, 8), stats="natural"),
     Case(rows=8, keys=13, place="paged_1", stats="natural", heads=(4, 2)),
     # Score programs that are no soft cap.

@@ -40,6 +40,12 @@ def draw(*dim: int, seed: int) -> torch.Tensor:
     return torch.randn(dim, generator=torch.Generator().manual_seed(seed))
 
 
+def on_device(value: torch.Tensor) -> torch.Tensor:
+    """The same view of a copy of its whole storage: a view's own copy would be compact."""
+    storage = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
+    return storage.to(DEVICE).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
 class Call:
     """A graph whose metadata is laid out by ``spread``."""
 
@@ -56,7 +62,7 @@ class Call:
     def plain(self, value: torch.Tensor, **layout: Any) -> Any:
         """An operand as it lies."""
         tensor = self.graph.tensor(value.shape, value.stride(), value.dtype, **layout)
-        self.pack[tensor] = value if value.stride()[0] > 2**31 else value.to(DEVICE)
+        self.pack[tensor] = value if value.stride()[0] > 2**31 else on_device(value)
         return tensor
 
     def apart(self, values: Any, dim: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
