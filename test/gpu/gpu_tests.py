@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _SKIP = re.compile(r"\bskip\([^)]*\b(GPUs?|CUDA)\b")
 # What a file holds that has such tests, or whose folder's conftest does.
 MENTIONS = re.compile(r"\bGPUs?\b|\bCUDA\b|needs_gpus|gpu_exclusive|HAS_GPU|nvidiactl")
 _REASON_LENGTH = 400
+# Of freed device memory, what a process may keep from one test to the next.
+_KEPT_BYTES = 2**30
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -91,10 +94,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what other machines run too, where time is short."""
+    """Leave out what other machines run too, where time is short; give back kept memory."""
     until = float(os.environ.get(UNTIL, "inf"))
     if time.time() > until and dict(item.user_properties).get("gpu") != "only":
         pytest.skip(NO_TIME)
+    _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """torch keeps what tests freed; the test of a process beside may need it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.memory_reserved() > _KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 class _Writing:
