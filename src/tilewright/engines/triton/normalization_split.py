@@ -5,35 +5,31 @@ deviations to the workspace; the second joins the parts of a row in a fixed orde
 LeVeque 1979), writes the statistics and steps the running ones; the third normalizes. Batch
 normalization with given statistics is the third alone.
 
-A part is walked in tiles of ROWS x COLUMNS. Deviations are first taken from the mean K of the
-part's first tile, s1 = sum(x - K) and s2 = sum((x - K)^2): the tile is one of the part's n_t
-tiles, so (mean - K)^2 is at most n_t times the variance, and s2 - s1^2 / n loses no more than n_t
-roundings.
+A part is walked in tiles of ROWS x COLUMNS (``norm_cut``). Deviations are first taken from the mean
+K of the part's first tile, s1 = sum(x - K) and s2 = sum((x - K)^2): the tile is one of the part's
+n_t tiles, so (mean - K)^2 is at most n_t times the variance, and s2 - s1^2 / n loses no more than
+n_t roundings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
-from tilewright.engines.triton.assembling import Assembly, row_integers
+from tilewright.engines.triton.assembling import Assembly
 from tilewright.engines.triton.device_math import narrow
 from tilewright.engines.triton.norm_codegen import TILES, fused_kernel
+from tilewright.engines.triton.norm_cut import cut_integers, cut_rows
 from tilewright.engines.triton.norm_problem import RUNNING, NormProblem, Scratches
 from tilewright.engines.triton.norm_tiles import place, step_running, stored
-from tilewright.engines.triton.rows import Plane
-from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Scratch
 from tilewright.launch.workspace import plan_workspace
 
 # Longer rows are cut where neighbours in memory are of different rows: too few would fit a tile.
 MAX_SCATTERED_COLUMNS = 1024
-TILE_ELEMENTS = 2048
-_MAX_ROWS_A_TILE = 64
 # By what measured best on an H200 (benchmark/norm_layouts_gpu.py), where lanes go along columns and
 # where along rows: programs a multiprocessor, and warps each.
 _ALONG_COLUMNS = (8, 8)
@@ -285,66 +281,6 @@ def norm_apply(
             cell = (run * y_jump + column * y_step)[None, :]
             tl.store(y_row[:, None] + cell, stored(result, y.dtype.element_ty), mask=inside)
     # fused: end
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How rows are cut: tiles of ``rows`` x ``columns``, ``parts`` of ``tiles_a_part`` a row."""
-
-    rows: int
-    columns: int
-    row_blocks: int
-    tiles_a_row: int
-    tiles_a_run: int
-    tiles_a_part: int
-    parts: int
-
-
-def cut_rows(grounds: Plane, name: str, programs: int, max_parts: int) -> Cut:
-    """The cut for about ``programs`` programs; ``name`` is the operand whose layout decides."""
-    # Lanes go along the axis that is contiguous in memory.
-    if grounds.is_row_contiguous(name):
-        rows = min(_MAX_ROWS_A_TILE, triton.next_power_of_2(grounds.inner_rows))
-        columns = min(TILE_ELEMENTS // rows, triton.next_power_of_2(grounds.inner_columns))
-    else:
-        columns = _columns_of(grounds.inner_columns)
-        rows = max(1, min(TILE_ELEMENTS // columns, triton.next_power_of_2(grounds.rows)))
-    runs = grounds.columns // grounds.inner_columns
-    tiles_a_run = triton.cdiv(grounds.inner_columns, columns)
-    tiles_a_row = runs * tiles_a_run
-    row_blocks = triton.cdiv(grounds.rows, rows)
-    parts = max(1, min(max_parts, tiles_a_row, triton.cdiv(programs, row_blocks)))
-    tiles_a_part = triton.cdiv(tiles_a_row, parts)
-    return Cut(
-        rows,
-        columns,
-        row_blocks,
-        tiles_a_row,
-        tiles_a_run,
-        tiles_a_part,
-        triton.cdiv(tiles_a_row, tiles_a_part),
-    )
-
-
-def _columns_of(extent: int) -> int:
-    """The power of two, up to a tile, that wastes the fewest lanes at a run's end."""
-    sizes = [size for size in (2048, 1024, 512, 256, 128, 64, 32, 16) if size <= TILE_ELEMENTS]
-    covering = [size for size in sizes if size < 2 * extent] or [16]
-    return min(covering, key=lambda size: (round(8 * size * -(-extent // size) / extent), -size))
-
-
-def cut_integers(assembly: Assembly, grounds: Plane, cut: Cut, x: Tensor) -> None:
-    """The integers that every kernel over a cut takes."""
-    row_integers(assembly, grounds, x)
-    for name, value in (
-        ("columns", grounds.columns),
-        ("row_blocks", cut.row_blocks),
-        ("tiles_a_row", cut.tiles_a_row),
-        ("tiles_a_run", cut.tiles_a_run),
-        ("tiles_a_part", cut.tiles_a_part),
-        ("programs", cut.row_blocks * cut.parts),
-    ):
-        assembly.integer(name, value)
 
 
 def plan(problem: NormProblem, slots: Mapping[int, int], sm_count: int) -> KernelPlan:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.engines.triton import normalization, normalization_split
+from tilewright.engines.triton import norm_cut, normalization, normalization_split
 from tilewright.engines.triton.engine import interpreting
 from tilewright.oracle import assert_close, evaluate
 from tilewright.oracle.tolerances import default_tolerance
@@ -38,7 +38,7 @@ def rows(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whole rows, or rows cut into parts of several small tiles however short they are."""
     if request.param == "cut":
         monkeypatch.setattr(normalization, "is_split", lambda problem: True)
-        monkeypatch.setattr(normalization_split, "TILE_ELEMENTS", 16)
+        monkeypatch.setattr(norm_cut, "TILE_ELEMENTS", 16)
         monkeypatch.setattr(normalization_split, "_MAX_SPLITS", 2)
     return str(request.param)
 
