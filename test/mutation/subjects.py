@@ -22,7 +22,7 @@ SUBJECTS: dict[str, str] = {
     "src/tilewright/engines/aten/casts.py": "test/python/pointwise",
     "src/tilewright/graph/shapes.py": "test/python/core/graph",
     "src/tilewright/launch/binder.py": "test/python/core/launch",
-    "src/tilewright/launch/workspace.py": "test/python/core/launch",
+    "src/tilewright/launch/workspace*.py": "test/python/core/launch",
 }
 # Constants that only set how work is cut, or from which size on it is done in place.
 CUTS = {

@@ -15,6 +15,7 @@ import torch
 from tilewright.errors import BindingError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.slots import Slot, owned_bytes
+from tilewright.launch.workspace_binding import check_workspace
 
 if TYPE_CHECKING:
     from tilewright.launch.aliases import ByteRange
@@ -135,7 +136,15 @@ class Binder:
             if starts[written] < stops[other] and starts[other] < stops[written]:
                 self._check_pair(written, other, may_share, starts, stops)
         if workspace is not None or self.workspace_bytes:
-            self._check_workspace(workspace, starts, stops)
+            check_workspace(
+                workspace,
+                self.workspace_bytes,
+                self.workspace_alignment_bytes,
+                self.device,
+                self.slots,
+                starts,
+                stops,
+            )
         return Binding(views, starts, stops)
 
     def order_of(self, keys: tuple[Any, ...]) -> tuple[int, ...] | None:
@@ -247,7 +256,10 @@ class Binder:
         return tensor.as_strided(slot.dim, slot.stride)
 
     def _observe_and_check(self, slot: Slot, buffer: Any) -> tuple[torch.Tensor, int, int]:
-        facts = _observe(buffer, slot.label)
+        # Plain calls never ask, so a first call need not load it.
+        from tilewright.launch.facts import observe
+
+        facts = observe(buffer, slot.label)
         if facts.tensor is None:
             return self._bind_pointer(slot, facts.pointer)
         dtype = facts.tensor.dtype
@@ -319,59 +331,6 @@ class Binder:
                 f"[{starts[other]:#x}, {stops[other]:#x}); an output shares no byte with another "
                 "operand unless the operation is elementwise and in place"
             )
-
-    def _check_workspace(self, workspace: Any, starts: list[int], stops: list[int]) -> None:
-        needed = self.workspace_bytes
-        if workspace is None or (isinstance(workspace, int) and workspace == 0):
-            if needed:
-                raise BindingError(f"workspace: none given; the plan needs {needed} bytes")
-            return
-        facts = _observe(workspace, "workspace")
-        if facts.span_bytes is not None and facts.span_bytes < needed:
-            raise BindingError(
-                f"workspace: {facts.span_bytes} bytes given; the plan needs {needed}"
-            )
-        if facts.device is not None and facts.device != self.device:
-            raise BindingError(f"workspace: on {facts.device}; expected {self.device}")
-        start, stop = facts.pointer, facts.pointer + needed
-        if needed and start % self.workspace_alignment_bytes:
-            raise BindingError(
-                f"workspace: address {start:#x} is not a multiple of "
-                f"{self.workspace_alignment_bytes} bytes, which the plan's kernels need"
-            )
-        for slot, low, high in zip(self.slots, starts, stops, strict=True):
-            # Of ranges of no bytes neither shares one, wherever it lies.
-            if max(start, low) < min(stop, high):
-                raise BindingError(
-                    f"workspace: its bytes [{start:#x}, {stop:#x}) overlap those of tensor "
-                    f"{slot.label} [{low:#x}, {high:#x})"
-                )
-
-
-def workspace_view(workspace: Any, size_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """A uint8 view of the first ``size_bytes`` of a workspace; None if no byte is needed."""
-    if size_bytes == 0:
-        return None
-    facts = _observe(workspace, "workspace")
-    if facts.tensor is None:
-        from tilewright.launch.pointers import bytes_at
-
-        return bytes_at(facts.pointer, size_bytes, device)
-    count = -(-size_bytes // facts.tensor.element_size())
-    flat = facts.tensor.as_strided((count,), (1,))
-    return (flat if flat.dtype is torch.uint8 else flat.view(torch.uint8))[:size_bytes]
-
-
-def workspace_pointer(workspace: Any) -> int:
-    """The address of a workspace that was bound."""
-    return _observe(workspace, "workspace").pointer
-
-
-def _observe(buffer: Any, label: str) -> OperandFacts:
-    # Plain calls never ask, so a first call need not load it.
-    from tilewright.launch.facts import observe
-
-    return observe(buffer, label)
 
 
 def _written_pairs(

@@ -19,9 +19,10 @@ from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation
 from tilewright.graph.shapes import span_elements
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.binder import Binding, workspace_view
+from tilewright.launch.binder import Binding
 from tilewright.launch.frames import Frame
 from tilewright.launch.workspace import Piece, WorkspacePlan, plan_workspace
+from tilewright.launch.workspace_binding import workspace_view
 from tilewright.records import record
 from tilewright.torch_dtypes import to_torch
 

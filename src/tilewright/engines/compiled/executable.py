@@ -12,7 +12,7 @@ from tilewright.engines.compiled.code_cache import is_stored, kernel_code, store
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
 from tilewright.engines.compiled.resolved import Codes, ResolvedKernel, ResolvedPlan
 from tilewright.errors import LaunchError
-from tilewright.launch.binder import Binder, Binding, workspace_pointer
+from tilewright.launch.binder import Binder, Binding
 from tilewright.launch.cuda_driver import load_module
 from tilewright.launch.direct import DirectCalls
 from tilewright.launch.prepared import (
@@ -24,6 +24,7 @@ from tilewright.launch.prepared import (
     require_grid,
 )
 from tilewright.launch.workspace import WorkspacePlan, plan_workspace
+from tilewright.launch.workspace_binding import workspace_pointer
 
 if TYPE_CHECKING:
     from tilewright.engines.compiled.planned import KernelPlan

@@ -9,10 +9,11 @@ import torch
 
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.errors import NotSupportedError
-from tilewright.launch.binder import Binding, workspace_view
+from tilewright.launch.binder import Binding
 from tilewright.launch.frames import Frame
 from tilewright.launch.prepared import Constant, HostScalar, Operand, Scratch
 from tilewright.launch.workspace import WorkspacePlan, plan_workspace
+from tilewright.launch.workspace_binding import workspace_view
 
 
 class InterpretedExecutable:

@@ -13,9 +13,10 @@ import torch
 
 import tilewright as tw
 from tilewright.launch import binder
-from tilewright.launch.binder import Binder, workspace_pointer, workspace_view
+from tilewright.launch.binder import Binder
 from tilewright.launch.slots import make_slot
 from tilewright.launch.workspace import plan_workspace
+from tilewright.launch.workspace_binding import workspace_pointer, workspace_view
 
 pytestmark = pytest.mark.L0
 
