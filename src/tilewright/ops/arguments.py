@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from tilewright.errors import BindingError
+from tilewright.graph.shapes import self_overlaps
+from tilewright.ops.custom import is_traced
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -53,8 +55,9 @@ def require_device(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 def require_broadcast(name: str, tensor: torch.Tensor, shape: Sequence[int], rule: str) -> None:
     """Require that ``tensor`` broadcasts to ``shape``."""
     padded = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+    # Not "in (1, want)": a compiler's symbolic extent is found in no tuple.
     fits = len(padded) == len(shape) and all(
-        have in (1, want) for have, want in zip(padded, shape, strict=True)
+        have == 1 or have == want for have, want in zip(padded, shape, strict=True)
     )
     if not fits:
         raise BindingError(
@@ -91,13 +94,47 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
-def forbid_grad_with_out(out: torch.Tensor | None, operands: Sequence[torch.Tensor | None]) -> None:
-    """``out=`` has no autograd.
+def require_out(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    rule: str,
+    operands: Sequence[torch.Tensor | None],
+) -> None:
+    """Require of ``out``, if it is given, what a result can be written into.
+
+    That is ``shape``, on the device of the first operand, with an element for each index. A call
+    with ``out=`` has no autograd, so neither it nor an operand may take part in one.
 
     Raises:
-        BindingError: if ``out`` is given while an operand requires grad.
+        BindingError: naming what does not fit.
     """
-    if out is None or not torch.is_grad_enabled():
+    if out is None:
         return
-    if any(operand is not None and operand.requires_grad for operand in operands):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         raise BindingError("out: given while an operand requires grad; use it under torch.no_grad")
+    require_shape("out", require_tensor("out", out), shape, rule)
+    if operands[0] is not None:
+        require_device("out", out, operands[0].device)
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise BindingError(
+            "out: requires grad; expected a tensor without it, or torch.no_grad: what is written "
+            "there has no gradient"
+        )
+    require_distinct("out", out)
+
+
+def require_distinct(name: str, tensor: torch.Tensor) -> None:
+    """Require that no two indices of ``tensor``, which is written, name one element."""
+    # A traced tensor is a result of torch's, or is checked when the trace is run.
+    if not is_traced(tensor) and self_overlaps(tensor.shape, tensor.stride()):
+        raise BindingError(
+            f"{name}: shape {tuple(tensor.shape)} with stride {tensor.stride()}, whose elements "
+            "overlap; expected distinct ones, since they are written"
+        )
+
+
+def require_epsilon(value: Any) -> float:
+    """``eps`` as a float from 0 up."""
+    if not require_number("eps", value) >= 0:
+        raise BindingError(f"eps: got {value!r}; expected a number from 0 up")
+    return float(value)

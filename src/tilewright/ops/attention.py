@@ -10,12 +10,12 @@ import torch
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.ops.arguments import (
     compact,
-    forbid_grad_with_out,
     require_broadcast,
     require_choice,
     require_device,
     require_float,
     require_number,
+    require_out,
     require_shape,
     require_tensor,
 )
@@ -30,9 +30,13 @@ from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.custom import forbid_stream, is_traced
 from tilewright.ops.gating import gated
 from tilewright.ops.streams import on_its_stream
+from tilewright.ops.transforms import apply
 
 Window = tuple[int | None, int | None]
 _INTEGERS = (torch.int32, torch.int64)
+# Bounds of the graph are 64-bit, and a left one is a window's side and one.
+_WIDEST = 2**63 - 1
+_SMALLEST_CAP = 1 / torch.finfo(torch.float32).max
 
 
 @on_its_stream
@@ -269,7 +273,7 @@ def sdpa_paged(
         chosen = page_table if table is None else table
         _require_integers(argument, require_tensor(argument, chosen, 2), q.device)
         require_shape(argument, chosen, (batch, chosen.shape[1]), "one row of pages a sequence")
-        operands[name] = compact(chosen).view(batch, 1, -1, 1)
+        operands[name] = compact(chosen).view(batch, 1, chosen.shape[1], 1)
     longest = min(
         page_table.shape[1] * k_pages.shape[1],
         operands["v_table"].shape[2] * v_pages.shape[1],
@@ -396,9 +400,7 @@ def _call(
         operands["offset"] = _counter("offset", offset)
     bias = operands.get("bias")
     differentiable = (q, k, v, bias, sink)
-    forbid_grad_with_out(out, (*differentiable, gate))
-    if out is not None:
-        require_shape("out", require_tensor("out", out), shape, "(.., Sq, Dv) of q and v")
+    require_out(out, shape, "(.., Sq, Dv) of q and v", (*differentiable, gate))
     call = Call(options, {"q": q, "k": k, "v": v, **operands}, engine, stream)
     o: torch.Tensor
     stats: torch.Tensor | None
@@ -411,9 +413,7 @@ def _call(
         if out is not None and gate is None:
             o = out.copy_(o)
     elif needs_grad:
-        o, stats = AttentionFunction.apply(  # type: ignore[no-untyped-call]
-            q, k, v, bias, sink, call
-        )
+        o, stats = apply("sdpa", AttentionFunction, q, k, v, bias, sink, call)
     else:
         # A gate is read after O is written, and may be the very buffer of ``out``.
         o, stats = attention_forward(call, out if gate is None else None, want_stats=return_stats)
@@ -441,13 +441,21 @@ def _options(
     if (
         not isinstance(sides, tuple | list)
         or len(sides) != 2
-        or any(side is not None and (not isinstance(side, int) or side < 0) for side in sides)
+        or any(
+            side is not None and (not isinstance(side, int) or not 0 <= side < _WIDEST)
+            for side in sides
+        )
     ):
-        raise BindingError(f"window: got {window!r}; expected (left, right), each >= 0 or None")
+        raise BindingError(
+            f"window: got {window!r}; expected (left, right), each None or from 0 to 2**63 - 2"
+        )
     if not 0.0 <= require_number("dropout_p", dropout_p) < 1.0:
         raise BindingError(f"dropout_p: got {dropout_p!r}; expected 0 <= dropout_p < 1")
-    if soft_cap is not None and not require_number("soft_cap", soft_cap) > 0:
-        raise BindingError(f"soft_cap: got {soft_cap!r}; expected a finite number > 0, or None")
+    if soft_cap is not None and not require_number("soft_cap", soft_cap) >= _SMALLEST_CAP:
+        raise BindingError(
+            f"soft_cap: got {soft_cap!r}; expected a finite number > 0, or None, whose reciprocal "
+            "float32 holds"
+        )
     if depth < 1:
         raise BindingError("q: its last axis, the head size, is 0; expected at least 1")
     if scale is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.dtypes import DataType
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import diagonal_alignment
 from tilewright.graph.graph import DeclaredGraph
@@ -414,15 +415,17 @@ def _masks(options: AttentionOptions, declared: Mapping[str, Tensor]) -> dict[st
     if options.dropout_p:
         arguments["dropout"] = (options.dropout_p, declared["seed"], declared["offset"])
     if options.soft_cap is not None:
-        arguments["score_mod"] = _soft_cap(options.soft_cap)
+        arguments["score_mod"] = _soft_cap(options.soft_cap, declared["q"].data_type)
     return arguments
 
 
-def _soft_cap(cap: float) -> Any:
+def _soft_cap(cap: float, data_type: DataType) -> Any:
     """score -> cap * tanh(score / cap), as Gemma 2 (2024) defines it."""
+    # Scores of float64 operands are float64, and a float32 reciprocal would not be exact enough.
+    kept = DataType.DOUBLE if data_type is DataType.DOUBLE else DataType.FLOAT
 
     def score_mod(graph: DeclaredGraph, score: Tensor) -> Tensor:
-        small = graph.mul(score, graph.tensor_scalar(1.0 / cap))
-        return graph.mul(graph.tanh(small), graph.tensor_scalar(float(cap)))
+        small = graph.mul(score, graph.tensor_scalar(1.0 / cap, kept))
+        return graph.mul(graph.tanh(small), graph.tensor_scalar(float(cap), kept))
 
     return score_mod

@@ -130,9 +130,9 @@ def _by_pytorch(
     # -inf - -inf is NaN; against 0 an empty pair weighs exp(-inf) = 0.
     level = stats.masked_fill(is_empty, 0)
     weights = [torch.exp(part - level).unsqueeze(-1) for part in (first, second)]
-    # Weight 0 times a NaN of an empty state would be NaN.
+    # Weight 0 times a NaN of an empty state would be NaN, in the gradient of the weight too.
     parts = [
-        torch.where(weight == 0, torch.zeros((), dtype=compute, device=o.device), weight * o)
+        weight * torch.where(weight == 0, torch.zeros((), dtype=compute, device=o.device), o)
         for weight, o in zip(weights, (o1.to(compute), o2.to(compute)), strict=True)
     ]
     return (parts[0] + parts[1]).to(o1.dtype), stats

@@ -9,6 +9,7 @@ and Dao 2023), whose causal-conv1d package lays its operands out so.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from tilewright.ops.arguments import (
     compact,
     require_choice,
     require_device,
+    require_distinct,
     require_float,
     require_shape,
     require_tensor,
 )
+from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
+from tilewright.ops.transforms import apply
 
 _ACTIVATIONS = (None, "silu", "swish")
 
@@ -126,6 +130,8 @@ def conv1d_causal_update(
     require_shape(
         "state", require_tensor("state", state), (x.shape[0], channels, width - 1), "(B, C, W - 1)"
     )
+    require_device("state", state, x.device)
+    require_distinct("state", state)
     with torch.no_grad():
         y, final = conv1d_causal(
             tokens,
@@ -153,9 +159,13 @@ def _convolve(
     if line.shape[2] < weight.shape[1]:
         # No token at all: nothing but states in the line.
         return line[:, :, :0]
-    result: torch.Tensor = _ConvolutionFunction.apply(  # type: ignore[no-untyped-call]
-        line, weight, bias, activation is not None, engine, stream
-    )
+    result: torch.Tensor
+    if is_traced(line, weight, bias):
+        forbid_stream(stream)
+        result = _conv1d_causal(line, weight, bias, activation is not None, engine)[0]
+        return result
+    operands = (line, weight, bias, activation is not None, engine, stream)
+    result = apply("conv1d_causal", _ConvolutionFunction, *operands)
     return result
 
 
@@ -182,48 +192,61 @@ class _ConvolutionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         line, weight, product = ctx.saved_tensors
         bias_type, has_activation, engine, stream = ctx.call
-        outputs = {"dline": torch.empty_like(line), "dweight": torch.empty_like(weight)}
-        if bias_type is not None:
-            outputs["dbias"] = torch.empty(
-                (1, line.shape[1], 1), dtype=bias_type, device=line.device
-            )
-        inputs = {"line": line, "weight": weight.unsqueeze(1), "grad": grad.contiguous()}
+        kept = product if has_activation else None
+        grads = _backward(grad, line, weight, kept, bias_type, engine, stream)
+        return *grads, None, None, None
+
+
+def _backward(
+    grad: torch.Tensor,
+    line: torch.Tensor,
+    weight: torch.Tensor,
+    product: torch.Tensor | None,
+    bias_type: torch.dtype | None,
+    engine: str | None,
+    stream: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of line, weight and bias; ``product`` is there if an activation was."""
+    outputs = {"dline": torch.empty_like(line), "dweight": torch.empty_like(weight)}
+    if bias_type is not None:
+        outputs["dbias"] = torch.empty((1, line.shape[1], 1), dtype=bias_type, device=line.device)
+    inputs = {"line": line, "weight": weight.unsqueeze(1), "grad": grad.contiguous()}
+    if product is not None:
+        inputs["product"] = product
+
+    def declare(graph: DeclaredGraph) -> None:
+        named = declare_all(graph, inputs)
+        loss = named["grad"]
         if product is not None:
-            inputs["product"] = product
-
-        def declare(graph: DeclaredGraph) -> None:
-            named = declare_all(graph, inputs)
-            loss = named["grad"]
-            if has_activation:
-                loss = graph.swish_backward(loss, named["product"])
-            bind_output(
-                graph.conv_dgrad(loss, named["weight"], padding=[0], stride=[1], dilation=[1]),
-                "dline",
-                outputs["dline"],
-            )
-            bind_output(
-                graph.conv_wgrad(named["line"], loss, padding=[0], stride=[1], dilation=[1]),
-                "dweight",
-                outputs["dweight"].unsqueeze(1),
-            )
-            if bias_type is not None:
-                total = graph.reduction(loss, reduction_mode.ADD)
-                bind_output(total, "dbias", outputs["dbias"])
-
-        key = (has_activation, operands_key(inputs), operands_key(outputs))
-        bound = outputs | {"dweight": outputs["dweight"].unsqueeze(1)}
-        run(
-            "conv1d_causal_backward",
-            key,
-            declare,
-            inputs,
-            bound,
-            device=line.device,
-            engine=engine,
-            stream=stream,
+            loss = graph.swish_backward(loss, named["product"])
+        bind_output(
+            graph.conv_dgrad(loss, named["weight"], padding=[0], stride=[1], dilation=[1]),
+            "dline",
+            outputs["dline"],
         )
-        dbias = outputs["dbias"].flatten() if bias_type is not None else None
-        return outputs["dline"], outputs["dweight"], dbias, None, None, None
+        bind_output(
+            graph.conv_wgrad(named["line"], loss, padding=[0], stride=[1], dilation=[1]),
+            "dweight",
+            outputs["dweight"].unsqueeze(1),
+        )
+        if bias_type is not None:
+            total = graph.reduction(loss, reduction_mode.ADD)
+            bind_output(total, "dbias", outputs["dbias"])
+
+    key = (operands_key(inputs), operands_key(outputs))
+    bound = outputs | {"dweight": outputs["dweight"].unsqueeze(1)}
+    run(
+        "conv1d_causal_backward",
+        key,
+        declare,
+        inputs,
+        bound,
+        device=line.device,
+        engine=engine,
+        stream=stream,
+    )
+    dbias = outputs["dbias"].flatten() if bias_type is not None else None
+    return outputs["dline"], outputs["dweight"], dbias
 
 
 def _forward(
@@ -286,10 +309,11 @@ def _packed_line(
     starts = sums[:-1] + torch.arange(count, device=x.device) * before
     ends = sums[1:] + torch.arange(1, count + 1, device=x.device) * before
     columns = (starts[:, None] + torch.arange(before, device=x.device)).flatten()
-    line = x.new_zeros((x.shape[0], x.shape[1] + count * before))
+    # Room for one state at least: with no sequence, tokens are looked up behind it all the same.
+    line = x.new_zeros((x.shape[0], x.shape[1] + max(count, 1) * before))
     kept = torch.where(is_in, x, x.new_zeros(()))
     line = line.index_add(1, taken, kept)
-    line = line.index_copy(1, columns, state.transpose(0, 1).reshape(x.shape[0], -1))
+    line = line.index_copy(1, columns, state.transpose(0, 1).flatten(1))
     return line, taken, ends, is_in
 
 
@@ -321,3 +345,79 @@ def _check_prefix(cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
             f"cu_seqlens: shape {tuple(cu_seqlens.shape)} with x {tuple(x.shape)}; expected "
             "(N + 1,) with a batch of 1"
         )
+    if x.device.type != "cpu" or is_traced(cu_seqlens):
+        return
+    # On a CPU the sums are here; on a GPU they are never waited for.
+    sums = [0, *cu_seqlens.tolist(), x.shape[1]]
+    if any(one > other for one, other in itertools.pairwise(sums)):
+        raise BindingError(
+            f"cu_seqlens: got {sums[1:-1]}; expected running sums, none below the one before it, "
+            f"from 0 up to x's {x.shape[1]} tokens"
+        )
+
+
+def _compute(
+    line: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    has_activation: bool,
+    engine: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = _forward(line, weight, bias, has_activation, engine, None)
+    return made["y"], made["product"] if has_activation else nothing(line)
+
+
+def _fake(line: Any, weight: Any, bias: Any, has_activation: bool, _: Any) -> tuple[Any, Any]:
+    y = line.new_empty((*line.shape[:2], line.shape[2] - weight.shape[1] + 1))
+    return y, torch.empty_like(y) if has_activation else nothing(line)
+
+
+def _compute_backward(
+    grad: torch.Tensor,
+    line: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    product: torch.Tensor,
+    has_activation: bool,
+    engine: str | None,
+) -> tuple[torch.Tensor, ...]:
+    kept = product if has_activation else None
+    bias_type = None if bias is None else bias.dtype
+    dline, dweight, dbias = _backward(grad, line, weight, kept, bias_type, engine, None)
+    return dline, dweight, nothing(line) if dbias is None else dbias
+
+
+def _fake_backward(grad: Any, line: Any, weight: Any, bias: Any, *_: Any) -> tuple[Any, ...]:
+    dbias = nothing(line) if bias is None else bias.new_empty(bias.shape)
+    return torch.empty_like(line), torch.empty_like(weight), dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    line, weight, bias, *ctx.options = inputs
+    ctx.save_for_backward(line, weight, bias, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    grads = _conv1d_causal_backward(grad, *ctx.saved_tensors, *ctx.options)
+    kept = (d if needs else None for d, needs in zip(grads, ctx.needs_input_grad, strict=False))
+    return *kept, None, None
+
+
+_OPERANDS = "Tensor line, Tensor weight, Tensor? bias"
+# The product before the activation is empty where there is none.
+_conv1d_causal_backward = register(
+    "conv1d_causal_backward",
+    f"(Tensor grad, {_OPERANDS}, Tensor product, bool has_activation, str? engine)"
+    " -> (Tensor, Tensor, Tensor)",
+    _compute_backward,
+    _fake_backward,
+)
+_conv1d_causal = register(
+    "conv1d_causal",
+    f"({_OPERANDS}, bool has_activation, str? engine) -> (Tensor, Tensor)",
+    _compute,
+    _fake,
+    setup=_setup,
+    backward=_autograd_backward,
+)

@@ -20,10 +20,10 @@ from tilewright.graph.enums import norm_forward_phase, reduction_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import MAX_RANK, Tensor
 from tilewright.ops.arguments import (
-    forbid_grad_with_out,
     require_device,
+    require_epsilon,
     require_float,
-    require_number,
+    require_out,
     require_shape,
     require_tensor,
 )
@@ -32,6 +32,7 @@ from tilewright.ops.declaring import bind_output
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
 from tilewright.ops.streams import on_its_stream
+from tilewright.ops.transforms import apply
 
 
 class _Options(NamedTuple):
@@ -64,7 +65,7 @@ def group_norm(
         raise BindingError(
             f"x: shape {tuple(x.shape)}; expected (N, C, ...) of 2 to {MAX_RANK - 1} axes"
         )
-    if num_groups < 1 or x.shape[1] % num_groups:
+    if not isinstance(num_groups, int) or num_groups < 1 or x.shape[1] % num_groups:
         raise BindingError(
             f"num_groups: got {num_groups!r}; expected a divisor of x's {x.shape[1]} channels"
         )
@@ -73,22 +74,18 @@ def group_norm(
             require_float(name, require_tensor(name, parameter, 1))
             require_shape(name, parameter, x.shape[1:2], "one entry a channel of x")
             require_device(name, parameter, x.device)
-    forbid_grad_with_out(out, (x, weight, bias))
-    if out is not None:
-        require_shape("out", require_tensor("out", out), x.shape, "x's shape")
+    require_out(out, x.shape, "x's shape", (x, weight, bias))
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     )
-    options = _Options(num_groups, require_number("eps", eps))
+    options = _Options(num_groups, require_epsilon(eps))
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
         forbid_stream(stream)
         y = _group_norm(x, weight, bias, *options, needs_grad, engine)[0]
         return y if out is None else out.copy_(y)
     if needs_grad:
-        y = _GroupNormFunction.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, options, engine, stream
-        )
+        y = apply("group_norm", _GroupNormFunction, x, weight, bias, options, engine, stream)
         return y
     return _forward(x, weight, bias, options, out, engine, stream, want_statistics=False)[0]
 

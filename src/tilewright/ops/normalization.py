@@ -19,10 +19,11 @@ from tilewright.graph.enums import norm_forward_phase
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import MAX_RANK, Tensor
 from tilewright.ops.arguments import (
-    forbid_grad_with_out,
     require_device,
+    require_epsilon,
     require_float,
     require_number,
+    require_out,
     require_shape,
     require_tensor,
 )
@@ -31,6 +32,7 @@ from tilewright.ops.declaring import declare_like
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run, run_again
 from tilewright.ops.streams import on_its_stream
+from tilewright.ops.transforms import apply
 
 
 @on_its_stream
@@ -61,7 +63,7 @@ def rms_norm(
         if y is not None:
             return y
     return _norm(
-        _Kind("rmsnorm", require_number("eps", eps), require_number("offset", offset)),
+        _Kind("rmsnorm", require_epsilon(eps), require_number("offset", offset)),
         x,
         weight,
         bias,
@@ -94,7 +96,7 @@ def layer_norm(
         if y is not None:
             return y
     return _norm(
-        _Kind("layernorm", require_number("eps", eps), 0.0),
+        _Kind("layernorm", require_epsilon(eps), 0.0),
         x,
         weight,
         bias,
@@ -200,9 +202,7 @@ def _norm(
     added = residual
     if residual is not None and not _sums_in_graph(x, residual, weight, bias, out):
         x, added = x + residual, None
-    forbid_grad_with_out(out, (x, weight, bias))
-    if out is not None:
-        require_shape("out", require_tensor("out", out), x.shape, "x's shape")
+    require_out(out, x.shape, "x's shape", (x, weight, bias))
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     )
@@ -212,9 +212,7 @@ def _norm(
         y = operator(x, weight, bias, kind.eps, kind.offset, needs_grad, engine)[0]
         y = y if out is None else out.copy_(y)
     elif needs_grad:
-        y = _NormFunction.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, kind, engine, stream
-        )
+        y = apply(kind.function, _NormFunction, x, weight, bias, kind, engine, stream)
     else:
         total = None if added is None else torch.empty_like(x)
         y = _forward(

@@ -17,6 +17,7 @@ import torch
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.launch.context import device_and_stream
 from tilewright.launch.handles import Handle, as_stream_pointer
+from tilewright.ops.transforms import forbid_tangents, is_transformed, refusal
 from tilewright.ops.workspaces import keep_workspace, take_workspace
 from tilewright.planning.built import BuiltPlan
 from tilewright.planning.explain import Explanation
@@ -87,8 +88,8 @@ def run(
     leaves alone of its outputs; it is called once every operand is accepted.
 
     Raises:
-        NotSupportedError: if no engine, or not the wanted one, takes the graph, or a torch.func
-            transform is under way.
+        NotSupportedError: if no engine, or not the wanted one, takes the graph, a torch.func
+            transform is under way, or an operand has a tangent.
         BindingError: if an operand does not fit.
     """
     built = _plan(operation, key, declare, device, engine)
@@ -118,6 +119,7 @@ def _run_built(
     stream: Any,
     fill: Callable[[], Any] | None,
 ) -> None:
+    forbid_tangents(operation, pack.values())
     try:
         if stream is None:
             _execute(built, pack, fill)
@@ -125,13 +127,9 @@ def _run_built(
             with device_and_stream(device, as_stream_pointer(stream)):
                 _execute(built, pack, fill)
     except (RuntimeError, BindingError) as error:
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if not is_transformed():
             raise
-        # A tensor inside a transform has no storage of its own, which shows in odd ways.
-        raise NotSupportedError(
-            f"{operation}: called inside a torch.func transform (vmap, jvp, functionalize, ...), "
-            "which has no rule for it; call it outside, or with a batch axis"
-        ) from error
+        raise refusal(operation) from error
 
 
 def _execute(built: BuiltPlan, pack: Operands, fill: Callable[[], Any] | None) -> None:

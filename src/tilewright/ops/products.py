@@ -18,10 +18,10 @@ from tilewright.graph.enums import reduction_mode, reshape_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import (
-    forbid_grad_with_out,
     require_choice,
     require_device,
     require_float,
+    require_out,
     require_shape,
     require_tensor,
 )
@@ -30,6 +30,7 @@ from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
+from tilewright.ops.transforms import apply
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -92,11 +93,9 @@ def linear(
             f"weight: {columns} rows; expected a multiple of {unit} with glu={glu!r}"
         )
     epilogue = _Epilogue("silu" if glu and activation is None else activation, glu)
-    forbid_grad_with_out(out, (x, weight, bias))
     flat = x.reshape(math.prod(x.shape[:-1]), depth)
     shape = (*x.shape[:-1], columns // 2 if glu else columns)
-    if out is not None:
-        require_shape("out", require_tensor("out", out), shape, "(..., N), or (..., N/2) with glu")
+    require_out(out, shape, "(..., N), or (..., N/2) with glu", (x, weight, bias))
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     )
@@ -106,9 +105,7 @@ def linear(
         y = _linear(flat, weight, bias, *epilogue, needs_grad, engine)[0].reshape(shape)
         return y if out is None else out.copy_(y)
     if needs_grad:
-        y = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            flat, weight, bias, epilogue, engine, stream
-        )
+        y = apply("linear", _LinearFunction, flat, weight, bias, epilogue, engine, stream)
         return y.reshape(shape)
     y = _forward(flat, weight, bias, epilogue, engine, stream)[0]
     return y.reshape(shape) if out is None else out.copy_(y.reshape(shape))

@@ -181,7 +181,7 @@ def _blocks(format: str, axis: int, block: int | None, scale_layout: str, rank: 
     if scale_layout == "128x4" and rank < 2:
         raise BindingError("scale_layout: '128x4' of one axis; expected two axes or more")
     size = FORMATS[format].block if block is None else block
-    if size < 1:
+    if not isinstance(size, int) or size < 1:
         raise BindingError(f"block: got {block!r}; expected an int >= 1")
     return _Blocks(format, axis % rank, size, scale_layout)
 

@@ -18,10 +18,17 @@ from tilewright.dtypes import as_data_type
 from tilewright.errors import BindingError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
-from tilewright.ops.arguments import require_device, require_float, require_shape, require_tensor
+from tilewright.ops.arguments import (
+    require_device,
+    require_distinct,
+    require_float,
+    require_shape,
+    require_tensor,
+)
 from tilewright.ops.custom import forbid_stream, is_traced, register
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
+from tilewright.ops.transforms import apply
 
 
 class _Layout(NamedTuple):
@@ -79,32 +86,30 @@ def rope(
             table = _look_up(name, table, positions, x)
         if table.dim() == 2:
             table = table.unsqueeze(0)
-        require_shape(
-            name,
-            table,
-            (table.shape[0] if table.shape[0] in (1, batch) else batch, length, width // 2),
-            "(S, R/2) or (B, S, R/2)",
-        )
+        rows = 1 if table.shape[0] == 1 else batch
+        require_shape(name, table, (rows, length, width // 2), "(S, R/2) or (B, S, R/2)")
         tables[name] = table.detach().unsqueeze(1)
     layout = _Layout(interleaved, width, is_backward=False)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     if needs_grad and inplace:
         raise BindingError("inplace: given while x requires grad; use it under torch.no_grad")
+    if inplace:
+        require_distinct("x", x)
+    y: torch.Tensor
     if is_traced(x, cos, sin):
         forbid_stream(stream)
-        y: torch.Tensor = _rope(x, tables["cos"], tables["sin"], *layout, engine)
+        y = _rope(x, tables["cos"], tables["sin"], *layout, engine)
         return x.copy_(y) if inplace else y
     if needs_grad:
-        result: torch.Tensor = _RopeFunction.apply(  # type: ignore[no-untyped-call]
-            x, tables["cos"], tables["sin"], layout, engine, stream
-        )
-        return result
+        operands = (x, tables["cos"], tables["sin"], layout, engine, stream)
+        y = apply("rope", _RopeFunction, *operands)
+        return y
     y = _rotate(x, tables["cos"], tables["sin"], layout, engine, stream)
     return x.copy_(y) if inplace else y
 
 
 class _RopeFunction(torch.autograd.Function):
-    """The backward of a rotation is the rotation by the opposite angle."""
+    """The backward of a rotation is the rotation by the opposite angle, as often as it is asked."""
 
     @staticmethod
     def forward(
@@ -121,11 +126,13 @@ class _RopeFunction(torch.autograd.Function):
         return _rotate(x, cos, sin, layout, engine, stream)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         layout, engine, stream = ctx.call
-        dx = _rotate(grad, cos, sin, layout._replace(is_backward=True), engine, stream)
+        opposite = layout._replace(is_backward=not layout.is_backward)
+        needs_grad = torch.is_grad_enabled() and grad.requires_grad
+        rotate = _RopeFunction.apply if needs_grad else _rotate
+        dx = rotate(grad, cos, sin, opposite, engine, stream)
         return dx, None, None, None, None, None
 
 
@@ -228,7 +235,13 @@ def _look_up(
     require_device("positions", positions, x.device)
     if positions.dtype not in (torch.int32, torch.int64):
         raise BindingError(f"positions: data type {positions.dtype}; expected int32 or int64")
-    if tuple(positions.shape) not in ((x.shape[2],), (x.shape[0], x.shape[2]), (1, x.shape[2])):
+    # Axis by axis: a compiler's symbolic extent is found in no tuple.
+    rows = positions.shape[0] if positions.dim() == 2 else 1
+    if (
+        positions.dim() not in (1, 2)
+        or positions.shape[-1] != x.shape[2]
+        or not (rows == 1 or rows == x.shape[0])
+    ):
         raise BindingError(
             f"positions: shape {tuple(positions.shape)}; expected (S,) or (B, S) with S = "
             f"{x.shape[2]}"

@@ -206,6 +206,7 @@ def test_compiled() -> None:
         (lambda x: ops.quantize(x[None], "mxfp4", axis=0, scale_layout="128x4"), "axis: got 0"),
         (lambda x: ops.quantize(x, "mxfp4", scale_layout="tiled"), "scale_layout: got 'tiled'"),
         (lambda x: ops.quantize(x, "mxfp4", block=0), "block: got 0"),
+        (lambda x: ops.quantize(x, "mxfp4", block=2.5), "block: got 2.5"),
         (lambda x: ops.quantize(x[:, :7], "nvfp4"), "x: shape"),
         (lambda x: ops.quantize(x.int(), "nvfp4"), "x: data type"),
         (lambda x: ops.dequantize(x, x, "mxfp4"), "elements: data type"),

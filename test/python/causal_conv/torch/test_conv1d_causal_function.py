@@ -120,6 +120,9 @@ def test_empty_and_strided() -> None:
     cu = torch.zeros(3, dtype=torch.int64)
     y, final = ops.conv1d_causal(x[:1, :0], w, cu_seqlens=cu, return_final_state=True)
     assert y.shape == (1, 0, 3) and final.shape == (2, 3, 3)
+    # No sequence at all: tokens of none give 0.
+    y, final = ops.conv1d_causal(x[:1], w, cu_seqlens=cu[:1], return_final_state=True)
+    assert torch.equal(y, torch.zeros(1, 8, 3)) and final.shape == (0, 3, 3)
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
@@ -141,6 +144,27 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
             torch.zeros(2, 2, 3), torch.zeros(3, 4), cu_seqlens=torch.tensor([0, 2])
         ),
         "expected (N + 1,) with a batch of 1",
+    ),
+    *(
+        (
+            lambda sums=sums: ops.conv1d_causal(
+                torch.zeros(1, 5, 3), torch.zeros(3, 4), cu_seqlens=torch.tensor(sums)
+            ),
+            f"cu_seqlens: got {sums}; expected running sums",
+        )
+        for sums in ([0, 6], [-1, 5], [0, 4, 2, 5])
+    ),
+    (
+        lambda: ops.conv1d_causal_update(
+            torch.zeros(2, 3), torch.zeros(1, 3, 3).expand(2, 3, 3), torch.zeros(3, 4)
+        ),
+        "state: shape (2, 3, 3) with stride (0, 3, 1), whose elements overlap",
+    ),
+    (
+        lambda: ops.conv1d_causal_update(
+            torch.zeros(2, 3), torch.zeros(2, 3, 3, device="meta"), torch.zeros(3, 4)
+        ),
+        "state: on meta",
     ),
 ]
 

@@ -101,6 +101,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[torch.Generator], list[torc
         lambda x, w: ops.linear(x, w, glu="halves"),
         lambda g: [draw(g, 2, 3, 8), draw(g, 6, 8)],
     ),
+    "conv1d_causal": (
+        lambda x, w, b: ops.conv1d_causal(x, w, b, activation="silu", return_final_state=True),
+        lambda g: [draw(g, 2, 6, 3), draw(g, 3, 4), draw(g, 3)],
+    ),
+    "conv1d_causal_packed": (
+        lambda x, w, s, n: ops.conv1d_causal(x, w, initial_state=s, cu_seqlens=n),
+        lambda g: [draw(g, 1, 6, 3), draw(g, 3, 4), draw(g, 2, 3, 3), torch.tensor([0, 2, 5])],
+    ),
 }
 
 
@@ -161,6 +169,40 @@ def test_dynamic_shapes_take_one_graph() -> None:
         q, k, v = qkv(generator, rows, keys)
         assert torch.equal(compiled(q, k, v), ops.sdpa(q, k, v, causal=True))
     assert len(graphs) == 1
+
+
+# name -> (function, its operands): the first's extents are symbols, the others' numbers.
+BROADCAST: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "bias": (lambda q, k, b: ops.sdpa(q, k, k, bias=b), [(2, 4, 5, 8), (2, 2, 7, 8), (5, 7)]),
+    "mask": (
+        lambda q, k, b: ops.sdpa(q, k, k, mask=b > 0),
+        [(2, 4, 5, 8), (2, 2, 7, 8), (2, 1, 5, 7)],
+    ),
+    "positions": (
+        lambda x, t: ops.rope(x, t, t, positions=torch.arange(5)),
+        [(2, 4, 5, 8), (9, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_symbolic_extents_fit_those_that_are_known(name: str) -> None:
+    function, shapes = BROADCAST[name]
+    generator = torch.Generator().manual_seed(20)
+    operands = [draw(generator, *shape) for shape in shapes]
+    for axis in range(3):
+        torch._dynamo.maybe_mark_dynamic(operands[0], axis)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*operands), function(*operands))
+
+
+def test_decoding_step_of_a_convolution() -> None:
+    generator = torch.Generator().manual_seed(21)
+    x, w = draw(generator, 2, 3), draw(generator, 3, 4)
+    states = [draw(torch.Generator().manual_seed(22), 2, 3, 3) for _ in range(2)]
+    compiled = torch.compile(ops.conv1d_causal_update, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, states[0], w), ops.conv1d_causal_update(x, states[1], w))
+    assert torch.equal(*states) and torch.equal(states[0][..., -1], x)
 
 
 def test_paged_attention() -> None:

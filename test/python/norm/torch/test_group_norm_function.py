@@ -92,6 +92,8 @@ def test_an_output_buffer() -> None:
     [
         (lambda x: ops.group_norm(x, 3), "num_groups: got 3"),
         (lambda x: ops.group_norm(x, 0), "num_groups: got 0"),
+        (lambda x: ops.group_norm(x, 2.0), "num_groups: got 2.0"),
+        (lambda x: ops.group_norm(x, 2, eps=-1.0), "eps: got -1.0"),
         (lambda x: ops.group_norm(x[0, 0], 1), "x: shape"),
         (lambda x: ops.group_norm(x, 2, torch.ones(3)), "weight: shape"),
         (lambda x: ops.group_norm(x, 2, bias=torch.ones(4).int()), "bias: data type"),

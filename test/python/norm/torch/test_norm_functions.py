@@ -177,6 +177,15 @@ WRONG = [
     (lambda: ops.layer_norm(torch.zeros(2, 3), residual=torch.zeros(3)), "residual: shape (3,)"),
     (lambda: ops.rms_norm(torch.zeros(3), torch.zeros(3, device="meta")), "weight: on meta"),
     (lambda: ops.rms_norm(torch.zeros(3), eps=None), "eps: got None; expected a number"),
+    (lambda: ops.rms_norm(torch.zeros(3), eps=-1), "eps: got -1; expected a number from 0 up"),
+    (
+        lambda: ops.layer_norm(torch.zeros(2, 3), out=torch.zeros(1, 3).expand(2, 3)),
+        "out: shape (2, 3) with stride (0, 1), whose elements overlap",
+    ),
+    (
+        lambda: ops.rms_norm(torch.zeros(3), out=torch.zeros(3, requires_grad=True)),
+        "out: requires grad; expected a tensor without it",
+    ),
     (lambda: ops.layer_norm(torch.zeros(3), eps=1e39), "eps: got 1e+39; expected a finite number"),
     (lambda: ops.rms_norm(torch.zeros(3), out=torch.zeros(2)), "out: shape (2,); expected (3,)"),
 ]

@@ -93,6 +93,23 @@ def test_inplace_and_layouts() -> None:
     assert torch.equal(x, expected) and not torch.equal(x, kept)
 
 
+def test_a_second_derivative_is_the_rotation() -> None:
+    # A rotation is linear: dx is one of grad, and so is its gradient. It was None, silently.
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 2, 5, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    cos, sin = (table.double() for table in tables(5, 6))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return ops.rope(x, cos, sin, rotary_dim=6)
+
+    assert torch.autograd.gradgradcheck(call, (x,))
+    (grad,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad((grad * x.detach()).sum(), x)
+    norms = cos.square() + sin.square()
+    turned = torch.cat((norms, norms, torch.ones(5, 2)), -1)
+    torch.testing.assert_close(again, 2 * turned * x.detach())
+
+
 def test_wrong_arguments_are_named() -> None:
     x = torch.zeros(2, 1, 5, 8)
     cos, sin = tables(5, 8)
@@ -107,6 +124,10 @@ def test_wrong_arguments_are_named() -> None:
         (
             lambda: ops.rope(x.requires_grad_(), cos, sin, inplace=True),
             "inplace: given while x requires grad",
+        ),
+        (
+            lambda: ops.rope(torch.zeros(2, 1, 1, 8).expand(2, 1, 5, 8), cos, sin, inplace=True),
+            "x: shape (2, 1, 5, 8) with stride (8, 8, 0, 1), whose elements overlap",
         ),
     ):
         with pytest.raises(tw.BindingError) as caught:

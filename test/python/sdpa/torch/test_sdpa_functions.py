@@ -610,6 +610,60 @@ def test_merging_two_empty_states_has_zero_gradients() -> None:
         assert tensor.grad is not None and torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
+def test_the_gradients_of_an_empty_state_that_holds_nan_are_zero() -> None:
+    nothing = torch.full((1, 3), torch.nan, requires_grad=True)
+    empty = torch.full((1,), -torch.inf, requires_grad=True)
+    o, stats = torch.ones(1, 3, requires_grad=True), torch.zeros(1, requires_grad=True)
+    joined, total = ops.merge_states(nothing, empty, o, stats)
+    assert torch.equal(joined, o) and torch.equal(total, stats)
+    (joined.sum() + total.sum()).backward()
+    for tensor, expected in ((nothing, 0.0), (empty, 0.0), (o, 1.0), (stats, 1.0)):
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, torch.full_like(tensor, expected))
+
+
+def test_a_soft_cap_of_float64_scores_is_float64() -> None:
+    generator = torch.Generator().manual_seed(35)
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    # 0.1 and its reciprocal by float32 would leave errors of 1e-8.
+    scores = 0.1 * torch.tanh(q @ k.transpose(-1, -2) / 0.1)
+    expected = scores.softmax(-1) @ v
+    assert (ops.sdpa(q, k, v, scale=1.0, soft_cap=0.1) - expected).abs().max() <= 1e-14
+
+
+def test_no_sequence_of_pages() -> None:
+    pages = torch.ones(3, 4, 2, 8)
+    table, lengths = torch.zeros(0, 5, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    o, stats = ops.sdpa_paged(
+        torch.ones(0, 4, 1, 8), pages, pages, table, lengths, return_stats=True
+    )
+    assert o.shape == (0, 4, 1, 8) and stats.shape == (0, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"soft_cap": 1e-40}, "soft_cap: got 1e-40"),
+        ({"window": (2**63 - 1, 0)}, "window: got"),
+        ({"out": torch.empty(1, 1, 1, 1).expand(1, 2, 5, 8)}, "out: shape .* overlap"),
+        ({"out": torch.empty(1, 2, 5, 8, device="meta")}, "out: on meta"),
+        ({"out": torch.empty(1, 2, 5, 8, requires_grad=True)}, "out: requires grad"),
+    ],
+)
+def test_what_an_engine_would_trip_over_is_refused(given: dict[str, Any], named: str) -> None:
+    q = torch.ones(1, 2, 5, 8)
+    with pytest.raises(tw.BindingError, match=named):
+        ops.sdpa(q, q, q, **given)
+
+
+def test_a_buffer_that_requires_grad_is_written_without_autograd() -> None:
+    q = torch.rand(1, 2, 5, 8, generator=torch.Generator().manual_seed(36))
+    out = torch.empty(1, 2, 5, 8, requires_grad=True)
+    with torch.no_grad():
+        ops.sdpa(q, q, q, out=out)
+    assert torch.equal(out, ops.sdpa(q, q, q))
+
+
 @pytest.mark.parametrize("through", ["dense", "fused", "packed"])
 def test_a_second_derivative_is_refused(through: str) -> None:
     # Of a sum, whose own gradient requires none: it is a function of the operands all the same.
