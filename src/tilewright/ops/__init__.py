@@ -6,8 +6,8 @@ graph's own backward operations.
 
 from tilewright.ops.attention import sdpa as sdpa
 from tilewright.ops.attention import sdpa_decode as sdpa_decode
-from tilewright.ops.attention import sdpa_paged as sdpa_paged
-from tilewright.ops.attention import sdpa_varlen as sdpa_varlen
+from tilewright.ops.attention_packed import sdpa_varlen as sdpa_varlen
+from tilewright.ops.attention_paged import sdpa_paged as sdpa_paged
 from tilewright.ops.attention_states import merge_states as merge_states
 from tilewright.ops.causal_convolution import conv1d_causal as conv1d_causal
 from tilewright.ops.causal_convolution import conv1d_causal_update as conv1d_causal_update

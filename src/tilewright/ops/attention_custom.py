@@ -11,14 +11,9 @@ from typing import Any
 import torch
 
 from tilewright.errors import NotSupportedError
-from tilewright.ops.attention_call import (
-    AttentionOptions,
-    Call,
-    attention_forward,
-    attention_gradients,
-    empty_output,
-    empty_stats,
-)
+from tilewright.ops.attention_call import attention_forward, empty_output, empty_stats
+from tilewright.ops.attention_gradients import attention_gradients
+from tilewright.ops.attention_records import AttentionOptions, Call
 from tilewright.ops.custom import in_layout_of, nothing, register
 
 _OPERANDS = (

@@ -368,10 +368,10 @@ def test_eager_calls_go_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("an eager call went through its operator")
 
-    from tilewright.ops import attention, grouped_norm, normalization, products, rotary
+    from tilewright.ops import attention_dispatch, grouped_norm, normalization, products, rotary
 
-    monkeypatch.setattr(attention, "attend_by_operator", refuse)
-    monkeypatch.setattr(normalization, "_OPERATORS", {})
+    monkeypatch.setattr(attention_dispatch, "attend_by_operator", refuse)
+    monkeypatch.setattr(normalization, "OPERATORS", {})
     monkeypatch.setattr(grouped_norm, "_group_norm", refuse)
     monkeypatch.setattr(products, "_linear", refuse)
     monkeypatch.setattr(rotary, "_rope", refuse)

@@ -13,7 +13,7 @@ import torch
 
 import tilewright as tw
 from tilewright import ops
-from tilewright.ops import normalization
+from tilewright.ops import normalization, normalization_custom
 from tilewright.ops.plan_cache import plan_count
 
 pytestmark = pytest.mark.L0
@@ -242,7 +242,8 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(
         raise LookupError("the long way")
 
     with monkeypatch.context() as patch:
-        patch.setattr(normalization, "_forward", forward)
+        for module in (normalization, normalization_custom):
+            patch.setattr(module, "norm_forward", forward)
         assert torch.equal(function(other, *given), expected[1])
         learned = torch.nn.Parameter(weight.clone())
         with torch.no_grad():

@@ -1,0 +1,117 @@
+"""Scaled dot product attention on paged keys and values, for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.errors import BindingError, NotSupportedError
+from tilewright.ops.arguments import (
+    compact,
+    require_device,
+    require_float,
+    require_shape,
+    require_tensor,
+)
+from tilewright.ops.attention_arguments import (
+    Window,
+    join_bias_and_mask,
+    options_of,
+    padded_lengths,
+    require_heads,
+    require_integers,
+)
+from tilewright.ops.attention_dispatch import attend
+from tilewright.ops.streams import on_its_stream
+
+
+@on_its_stream
+def sdpa_paged(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    seqlens_kv: torch.Tensor,
+    *,
+    v_page_table: torch.Tensor | None = None,
+    seqlens_q: torch.Tensor | None = None,
+    causal: bool = False,
+    align: str = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    alibi: bool = False,
+    soft_cap: float | None = None,
+    return_stats: bool = False,
+    out: torch.Tensor | None = None,
+    engine: str | None = None,
+    stream: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (B, Hq, Sq, D) over paged keys and values, for inference.
+
+    ``k_pages`` is (P, page, Hkv, D) and ``v_pages`` (P, page, Hkv, Dv), any strides. Token t of
+    sequence b is row ``t % page`` of page ``page_table[b, t // page]`` ((B, pages) int32 or int64;
+    ``v_page_table`` for the values, default the same). Only ``seqlens_kv[b]`` tokens are read;
+    table entries past them are not looked at. Other arguments as for ``sdpa``; alignment is
+    bottom-right by default, as decoding needs.
+
+    Raises:
+        BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if an operand requires grad, or no engine takes the call.
+    """
+    require_float("q", require_tensor("q", q, 4))
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        require_float(name, require_tensor(name, pages, 4))
+        require_device(name, pages, q.device)
+    batch, heads, _, depth = q.shape
+    require_heads(heads, k_pages.shape[2])
+    require_shape("k_pages", k_pages, (*k_pages.shape[:3], depth), "(P, page, Hkv, D) with q's D")
+    if v_pages.shape[2] != k_pages.shape[2]:
+        raise BindingError(
+            f"v_pages: shape {tuple(v_pages.shape)}; expected {k_pages.shape[2]} heads as k_pages"
+        )
+    tables = {"k_table": page_table, "v_table": v_page_table}
+    operands = {}
+    for name, table in tables.items():
+        argument = "page_table" if name == "k_table" else "v_page_table"
+        chosen = page_table if table is None else table
+        require_integers(argument, require_tensor(argument, chosen, 2), q.device)
+        require_shape(argument, chosen, (batch, chosen.shape[1]), "one row of pages a sequence")
+        operands[name] = compact(chosen).view(batch, 1, chosen.shape[1], 1)
+    longest = min(
+        page_table.shape[1] * k_pages.shape[1],
+        operands["v_table"].shape[2] * v_pages.shape[1],
+    )
+    if bias is not None:
+        joined = join_bias_and_mask(bias, None, (batch, heads, q.shape[2], longest), q)
+        if joined is not None:
+            operands["bias"] = joined
+    operands |= padded_lengths(seqlens_q, seqlens_kv, q, longest)
+    options = options_of(
+        causal, align, window, scale, depth, alibi, soft_cap, 0.0, False, max_kv=longest
+    )
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k_pages, v_pages, bias, sink)
+    ):
+        raise NotSupportedError(
+            "sdpa_paged: an operand requires grad; paged attention is for "
+            "inference, use torch.no_grad"
+        )
+    # A container's declared axes are (P, Hkv, page, D).
+    return attend(
+        q,
+        k_pages.transpose(1, 2),
+        v_pages.transpose(1, 2),
+        options,
+        operands,
+        sink=sink,
+        seed=None,
+        offset=0,
+        gate=None,
+        return_stats=return_stats,
+        out=out,
+        engine=engine,
+        stream=stream,
+    )
