@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from building import build_aligned
+from building import build_ahead, build_aligned
 from results import Table
 from timing import Call, device_ms
 
@@ -99,9 +99,9 @@ def gradients_of(result: Tensor, leaves: list[Tensor], g: Tensor) -> Call:
 
 
 class Measured:
-    """Calls that are timed together, with a copy of ``x``."""
+    """Calls that are timed together, with a copy of ``x``; with no table they are run once."""
 
-    def __init__(self, table: Table, subject: str, x: torch.Tensor) -> None:
+    def __init__(self, table: Table | None, subject: str, x: torch.Tensor) -> None:
         self.table, self.subject = table, subject
         self.copy = torch.empty_like(x)
         self.bytes = 2 * x.numel() * x.element_size()
@@ -114,6 +114,8 @@ class Measured:
         self.moved |= {f"tilewright {name}": moved, f"torch {name}": moved}
 
     def write(self) -> None:
+        if self.table is None:
+            return
         times = device_ms(self.calls)
         rate = self.bytes / times["copy"]
         for name, ms in times.items():
@@ -126,9 +128,10 @@ class Measured:
                 of_ideal=f"{self.moved[name] / rate / ms:.3f}",
                 speed_over_torch=f"{times[peer] / ms:.2f}" if peer else "",
             )
+        self.table.write()
 
 
-def measure_images(table: Table, kind: str, *, is_last: bool) -> None:
+def measure_images(kind: str, is_last: bool, table: Table | None) -> None:
     x, g = (torch.randn(IMAGES, device="cuda").bfloat16() for _ in range(2))
     if is_last:
         x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
@@ -182,7 +185,7 @@ def measure_images(table: Table, kind: str, *, is_last: bool) -> None:
     measured.write()
 
 
-def measure_samples(table: Table) -> None:
+def measure_samples(table: Table | None) -> None:
     x, g = (torch.randn(TOKENS, device="cuda").bfloat16() for _ in range(2))
     scale, bias = (torch.randn(TOKENS[0], 1, TOKENS[2], device="cuda").bfloat16() for _ in range(2))
     once = x.numel() * 2
@@ -208,7 +211,7 @@ def measure_samples(table: Table) -> None:
     measured.write()
 
 
-def measure_fused(table: Table) -> None:
+def measure_fused(table: Table | None) -> None:
     x, residual = (torch.randn(ROWS, device="cuda").bfloat16() for _ in range(2))
     w, b = (torch.randn(ROWS[1], device="cuda").bfloat16() for _ in range(2))
     scale, bias = w.view(1, -1), b.view(1, -1)
@@ -253,13 +256,16 @@ def measure_fused(table: Table) -> None:
 
 
 def main() -> None:
+    parts: list[Any] = [
+        functools.partial(measure_images, kind, is_last)
+        for kind in ("batchnorm", "instancenorm")
+        for is_last in (False, True)
+    ]
+    parts += [measure_samples, measure_fused]
+    build_ahead([functools.partial(part, None) for part in parts])
     table = Table("norm_layouts", "python benchmark/norm_layouts_gpu.py")
-    for kind in ("batchnorm", "instancenorm"):
-        for is_last in (False, True):
-            measure_images(table, kind, is_last=is_last)
-    measure_samples(table)
-    measure_fused(table)
-    table.write()
+    for part in parts:
+        part(table)
 
 
 if __name__ == "__main__":

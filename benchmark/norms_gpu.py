@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from building import build_aligned
+from building import build_ahead, build_aligned
 from results import Table
 from timing import Call, device_ms
 
@@ -35,41 +35,43 @@ def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
     return graph
 
 
-def measure_bandwidth(table: Table) -> None:
-    for width in WIDTHS:
-        x = torch.randn(ROWS, width, device="cuda").bfloat16()
-        w, b = (torch.randn(width, device="cuda").bfloat16() for _ in range(2))
-        y, z = torch.empty_like(x), torch.empty_like(x)
-        rms, layer = norm_graph("rmsnorm", x, w, None), norm_graph("layernorm", x, w, b)
-        rms_frame = rms.bind({"x": x, "scale": w, "y": y})
-        layer_frame = layer.bind({"x": x, "scale": w, "bias": b, "y": z})
-        rms_frame.launch()
-        layer_frame.launch()
-        check(y, F.rms_norm(x.double(), (width,), w.double(), 1e-6))
-        check(z, F.layer_norm(x.double(), (width,), w.double(), b.double(), 1e-6))
-        copy, shape = torch.empty_like(x), (width,)
-        times = device_ms(
-            {
-                "copy": functools.partial(copy.copy_, x),
-                "tilewright rms_norm": rms_frame.launch,
-                "torch rms_norm": functools.partial(F.rms_norm, x, shape, w, 1e-6),
-                "tilewright layer_norm": layer_frame.launch,
-                "torch layer_norm": functools.partial(F.layer_norm, x, shape, w, b, 1e-6),
-            }
+def measure(width: int, table: Table | None) -> None:
+    """Rows of one width; with no table everything is only built, checked and run once."""
+    x = torch.randn(ROWS, width, device="cuda").bfloat16()
+    w, b = (torch.randn(width, device="cuda").bfloat16() for _ in range(2))
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    rms, layer = norm_graph("rmsnorm", x, w, None), norm_graph("layernorm", x, w, b)
+    rms_frame = rms.bind({"x": x, "scale": w, "y": y})
+    layer_frame = layer.bind({"x": x, "scale": w, "bias": b, "y": z})
+    rms_frame.launch()
+    layer_frame.launch()
+    check(y, F.rms_norm(x.double(), (width,), w.double(), 1e-6))
+    check(z, F.layer_norm(x.double(), (width,), w.double(), b.double(), 1e-6))
+    copy, shape = torch.empty_like(x), (width,)
+    forward: dict[str, Call] = {
+        "copy": functools.partial(copy.copy_, x),
+        "tilewright rms_norm": rms_frame.launch,
+        "torch rms_norm": functools.partial(F.rms_norm, x, shape, w, 1e-6),
+        "tilewright layer_norm": layer_frame.launch,
+        "torch layer_norm": functools.partial(F.layer_norm, x, shape, w, b, 1e-6),
+    }
+    backward = backward_calls(x, w, b)
+    if table is None:
+        return
+    times = device_ms(forward) | device_ms(backward)
+    for name, value in times.items():
+        # Forward and copy read x and write y; backward reads x and dy and writes dx.
+        moved = (3 if "backward" in name else 2) * x.numel() * x.element_size()
+        peer = "torch" + name.removeprefix("tilewright") if "tilewright" in name else ""
+        table.add(
+            subject=name,
+            width=width,
+            ms=f"{value:.4f}",
+            tb_s=f"{moved / value / 1e9:.3f}",
+            of_copy=f"{times['copy'] / value * moved / (2 * x.numel() * 2):.3f}",
+            speed_over_torch=f"{times[peer] / value:.2f}" if peer else "",
         )
-        times |= device_ms(backward_calls(x, w, b))
-        for name, value in times.items():
-            # Forward and copy read x and write y; backward reads x and dy and writes dx.
-            moved = (3 if "backward" in name else 2) * x.numel() * x.element_size()
-            peer = "torch" + name.removeprefix("tilewright") if "tilewright" in name else ""
-            table.add(
-                subject=name,
-                width=width,
-                ms=f"{value:.4f}",
-                tb_s=f"{moved / value / 1e9:.3f}",
-                of_copy=f"{times['copy'] / value * moved / (2 * x.numel() * 2):.3f}",
-                speed_over_torch=f"{times[peer] / value:.2f}" if peer else "",
-            )
+    table.write()
 
 
 def backward_calls(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> dict[str, Call]:
@@ -129,9 +131,10 @@ def check(actual: torch.Tensor, expected: torch.Tensor, tol: float = 2**-7) -> N
 
 
 def main() -> None:
-    bandwidth = Table("torch", "python benchmark/norms_gpu.py")
-    measure_bandwidth(bandwidth)
-    bandwidth.write()
+    build_ahead([functools.partial(measure, width, None) for width in WIDTHS])
+    table = Table("torch", "python benchmark/norms_gpu.py")
+    for width in WIDTHS:
+        measure(width, table)
 
 
 if __name__ == "__main__":
