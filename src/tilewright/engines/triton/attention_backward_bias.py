@@ -9,6 +9,7 @@ import triton.language as tl
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_backward_tiles import (
+    soft_cap_factors,
     tile_gradient,
     tile_keep,
     tile_probabilities,
@@ -67,11 +68,7 @@ def attention_backward_bias(
     factor = scalar_value(scale).to(tl.float32)
     inner, outer = None, None
     if HAS_SOFT_CAP:
-        inner, outer = 1.0, 1.0
-        if cap_inner is not None:
-            inner = scalar_value(cap_inner).to(tl.float32)
-        if cap_outer is not None:
-            outer = scalar_value(cap_outer).to(tl.float32)
+        inner, outer = soft_cap_factors(cap_inner, cap_outer)
     seed_value, offset_value, kept_scale = None, None, None
     if HAS_PHILOX:
         seed_value = scalar_value(seed).to(tl.int64)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_backward_keys_loop import rows_pass
+from tilewright.engines.triton.attention_backward_tiles import at_head, soft_cap_factors
 from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import alibi_slope, row_bounds
 
@@ -152,11 +153,7 @@ def attention_backward_keys(
     scale = scalar_value(scale).to(tl.float32)
     inner, outer = None, None
     if HAS_SOFT_CAP:
-        inner, outer = 1.0, 1.0
-        if cap_inner is not None:
-            inner = scalar_value(cap_inner).to(tl.float32)
-        if cap_outer is not None:
-            outer = scalar_value(cap_outer).to(tl.float32)
+        inner, outer = soft_cap_factors(cap_inner, cap_outer)
     if HAS_PHILOX:
         seed = scalar_value(seed).to(tl.int64)
         offset = scalar_value(offset).to(tl.int64)
@@ -193,17 +190,9 @@ def attention_backward_keys(
             first_key * 0, d_o_offsets, batch, head_q, d_o_offset_step, d_o_multiplier, d_o_batch,
             d_o_head, 0, UNIT,
         )  # fmt: skip
-        bias_at = None
-        if HAS_BIAS:
-            bias_at = bias + batch.to(tl.int64) * bias_batch + wide_head * bias_head
-        block_mask_at = None
-        if HAS_BLOCK_MASK:
-            block_mask_at = block_mask + batch.to(tl.int64) * block_mask_batch
-            block_mask_at += wide_head * block_mask_head
-        drop_mask_at = None
-        if HAS_DROP_MASK:
-            drop_mask_at = drop_mask + batch.to(tl.int64) * drop_mask_batch
-            drop_mask_at += wide_head * drop_mask_head
+        bias_at = at_head(bias, batch, wide_head, bias_batch, bias_head)
+        block_mask_at = at_head(block_mask, batch, wide_head, block_mask_batch, block_mask_head)
+        drop_mask_at = at_head(drop_mask, batch, wide_head, drop_mask_batch, drop_mask_head)
         slope = 0.0
         if HAS_ALIBI:
             slope = alibi_slope(head_q, ALIBI_SPLIT)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
 from tilewright.engines.triton.attention_backward_rows_loop import keys_pass
+from tilewright.engines.triton.attention_backward_tiles import at_head, soft_cap_factors
 from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import alibi_slope, key_bounds
 
@@ -158,27 +159,15 @@ def attention_backward_rows(
     scale = scalar_value(scale).to(tl.float32)
     inner, outer = None, None
     if HAS_SOFT_CAP:
-        inner, outer = 1.0, 1.0
-        if cap_inner is not None:
-            inner = scalar_value(cap_inner).to(tl.float32)
-        if cap_outer is not None:
-            outer = scalar_value(cap_outer).to(tl.float32)
+        inner, outer = soft_cap_factors(cap_inner, cap_outer)
     if HAS_PHILOX:
         seed = scalar_value(seed).to(tl.int64)
         offset = scalar_value(offset).to(tl.int64)
     if HAS_PHILOX or HAS_DROP_MASK:
         keep_scale = scalar_value(keep_scale).to(tl.float32)
-    bias_at = None
-    if HAS_BIAS:
-        bias_at = bias + batch.to(tl.int64) * bias_batch + head * bias_head
-    block_mask_at = None
-    if HAS_BLOCK_MASK:
-        block_mask_at = block_mask + batch.to(tl.int64) * block_mask_batch
-        block_mask_at += head * block_mask_head
-    drop_mask_at = None
-    if HAS_DROP_MASK:
-        drop_mask_at = drop_mask + batch.to(tl.int64) * drop_mask_batch
-        drop_mask_at += head * drop_mask_head
+    bias_at = at_head(bias, batch, head, bias_batch, bias_head)
+    block_mask_at = at_head(block_mask, batch, head, block_mask_batch, block_mask_head)
+    drop_mask_at = at_head(drop_mask, batch, head, drop_mask_batch, drop_mask_head)
     slope = 0.0
     if HAS_ALIBI:
         slope = alibi_slope(head_q, ALIBI_SPLIT)

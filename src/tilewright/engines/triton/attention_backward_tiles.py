@@ -13,11 +13,32 @@ P zero there.
 import triton
 import triton.language as tl
 
+from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import (
     LOG2_E,
     philox_keep,
     visible,
 )
+
+
+@triton.jit
+def soft_cap_factors(cap_inner, cap_outer):
+    """The factors of a soft cap, 1 for one that is not given."""
+    inner, outer = 1.0, 1.0
+    if cap_inner is not None:
+        inner = scalar_value(cap_inner).to(tl.float32)
+    if cap_outer is not None:
+        outer = scalar_value(cap_outer).to(tl.float32)
+    return inner, outer
+
+
+@triton.jit
+def at_head(pointer, batch, head, batch_step, head_step):
+    """Where a head's elements of an operand begin, or None for one that is not given."""
+    at = None
+    if pointer is not None:
+        at = pointer + batch.to(tl.int64) * batch_step + head.to(tl.int64) * head_step
+    return at
 
 
 @triton.jit
