@@ -49,6 +49,7 @@ bench: $(STAMP) ## time our calls and PyTorch's on this machine
 docs: $(STAMP) ## write the generated parts of docs/ again
 	$(BIN)/python -m tilewright.planning.support_matrix docs/support.md
 	$(BIN)/python test/cases.py > docs/cases.md
+	$(BIN)/python test/gpu/summary.py > docs/gpu_records.md
 
 clean: ## remove the virtual environment, caches and build output
 	rm -rf $(VENV) build demo dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -3,8 +3,8 @@
     python test/cases.py > docs/cases.md
 
 A case is a trap that has caught a library before. Ids are stable, since reviews cite them; a case
-that no test holds yet is listed with none. test/python/core/docs/test_cases.py checks that every
-test named here exists.
+that no test holds yet is listed with none. That every test named here exists is checked by
+test/python/core/docs/test_cases_page.py.
 """
 
 from __future__ import annotations

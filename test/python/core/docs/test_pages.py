@@ -1,12 +1,17 @@
-"""Links of every page lead somewhere, programs run, and README.md leads to every page."""
+"""Links of every page lead somewhere, its code is right, and README.md leads to every page."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import tilewright as tw
 
 pytestmark = pytest.mark.L0
 
@@ -18,7 +23,8 @@ PAGES = sorted(
 )
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-# Whole programs; the other pages' blocks go on from something that the reader has.
+# Whole programs; the other pages' blocks go on from something that the reader has. README.md and
+# the pages on operations and on testing have tests of their own.
 PROGRAMS = ("docs/functions.md", "docs/generated_kernels.md")
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
@@ -76,6 +82,51 @@ def test_programs_run_as_printed(run_python: Callable[..., str], name: str) -> N
     for block in blocks:
         printed = run_python(block["code"])
         assert block["output"] is None or printed == block["output"]
+
+
+def a_call() -> dict[str, Any]:
+    """What the pages on launching and artifacts take for granted: a graph and its operands."""
+    graph = tw.Graph(io_data_type="float32", handle=tw.create_handle("cpu"))
+    x = graph.tensor((2, 3), name="x")
+    y = graph.relu(x)
+    y.set_output(True)
+    pack = {x: torch.tensor([[1.0, -1.0, 2.0], [-3.0, 0.0, 4.0]]), y: torch.empty(2, 3)}
+    return {
+        "graph": graph,
+        "pack": pack,
+        "result": pack[y],
+        "workspace": None,
+        "stream": None,
+        "cuda_graph": 1,
+    }
+
+
+def blocks_of(name: str) -> list[str]:
+    return [block["code"] for block in BLOCK.finditer((ROOT / name).read_text(encoding="utf-8"))]
+
+
+def test_the_three_ways_to_call_a_plan() -> None:
+    call = a_call()
+    call["graph"].build()
+    ways = blocks_of("docs/launching.md")[0]
+    # On a CPU no plan is made of prepared kernels, and the page says what comes then.
+    with pytest.raises(tw.NotSupportedError):
+        exec(compile(ways, "launching.md", "exec"), call)
+    assert call["frame"].plan_name and call["result"].tolist() == [[1, 0, 2], [0, 0, 4]]
+
+
+def test_a_graph_is_built_with_the_compiler_forbidden(capsys: pytest.CaptureFixture[str]) -> None:
+    (counting,) = blocks_of("docs/artifacts.md")
+    exec(compile(counting, "artifacts.md", "exec"), a_call())
+    assert "compiles=0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_python_and_imports_what_is_there(page: Path) -> None:
+    for code in blocks_of(str(page.relative_to(ROOT))):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(compile(ast.Module([node], []), page.name, "exec"), {})
 
 
 def test_a_dead_link_is_found(tmp_path: Path) -> None:
