@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from tilewright.dtypes import DataType
 from tilewright.errors import GraphError
+from tilewright.graph.attributes import shown
 from tilewright.graph.operation import Operation, walk
 from tilewright.graph.operations.late import OperationMethods
 from tilewright.graph.shapes import self_overlaps, span_elements
-from tilewright.graph.tensor import INT64_MAX, MAX_RANK, Tensor, packed_strides
+from tilewright.graph.tensor import INT64_MAX, MAX_RANK, Scalar, Tensor, packed_strides
 
 
 class DeclaredGraph(OperationMethods):
@@ -76,8 +79,7 @@ class DeclaredGraph(OperationMethods):
         for tensor in operation.outputs.values():
             self._resolve_data_type(tensor, operation)
             self._check_declaration(tensor)
-            # How far a sequence of a ragged tensor reaches is known at run time only.
-            if tensor.ragged_offset is None and self_overlaps(tensor.dim, tensor.stride):
+            if _overlaps(tensor):
                 raise GraphError(
                     f"tensor {tensor.label()} has dim {tensor.dim} and stride {tensor.stride}, "
                     "whose elements overlap; an output's elements are distinct"
@@ -182,6 +184,11 @@ class DeclaredGraph(OperationMethods):
             raise GraphError(
                 f"tensor {label} is passed by value and has dim {tensor.dim}; expected one element"
             )
+        if not _holds(tensor.data_type, tensor.value):
+            raise GraphError(
+                f"tensor {label} has value {shown(tensor.value)}; expected one that its data type "
+                f"{tensor.data_type.name} holds"
+            )
         if tensor.alignment_value < 0 or tensor.alignment_value & (tensor.alignment_value - 1):
             raise GraphError(
                 f"tensor {label} has alignment {tensor.alignment_value}; expected a power of two "
@@ -220,3 +227,29 @@ class DeclaredGraph(OperationMethods):
                 "io_data_type and an intermediate_data_type"
             )
         tensor.data_type = default
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """True if two indices of a result surely name one element."""
+    if tensor.ragged_offset is None:
+        return self_overlaps(tensor.dim, tensor.stride)
+    # How far a sequence reaches is known at run time only; a stride of 0 makes no step in any.
+    inner = zip(tensor.dim[1:], tensor.stride[1:], strict=True)
+    return 0 not in tensor.dim and any(extent > 1 and step == 0 for extent, step in inner)
+
+
+def _holds(data_type: DataType, value: Scalar | None) -> bool:
+    """Whether a scalar can be stored as it is meant: in range, and a number where it must be one.
+
+    A fraction is truncated in an integer type, as results are.
+    """
+    if value is None or data_type in (DataType.BOOLEAN, DataType.NOT_SET):
+        return True
+    if isinstance(value, float) and not math.isfinite(value):
+        return data_type.is_floating
+    largest = data_type.layout.largest
+    lowest = -largest
+    if data_type.is_integer:
+        lowest = 0 if data_type is DataType.UINT8 else -largest - 1
+        value = math.trunc(value)
+    return lowest <= value <= largest

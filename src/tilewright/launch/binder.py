@@ -99,7 +99,7 @@ class Binder:
             BindingError: naming the tensor, what was given, what was expected, and the rule.
         """
         buffers = self._by_position(pack)
-        cuda_index, needs_views = self._cuda_index, self._needs_views
+        cuda_index = self._cuda_index
         views: list[torch.Tensor] = []
         starts: list[int] = []
         stops: list[int] = []
@@ -112,7 +112,7 @@ class Binder:
                 and (buffer.is_contiguous() if stride is None else buffer.stride() == stride)
                 and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
                 and not buffer.requires_grad
-                and (needs_views or owned_bytes(buffer) >= span)
+                and owned_bytes(buffer) >= span
             ):
                 start = buffer.data_ptr()
                 stop = start + span
@@ -180,6 +180,11 @@ class Binder:
 
     def _by_position(self, pack: VariantPack) -> list[Any]:
         """The pack's buffers in slot order, None where it has none."""
+        if not isinstance(pack, Mapping):
+            raise BindingError(
+                f"variant pack: got {type(pack).__name__}; expected a mapping from tensors, uids "
+                "or names to buffers"
+            )
         keys = tuple(pack)
         kinds = tuple(map(type, keys))
         known = self._orders.get(keys)
@@ -259,7 +264,7 @@ class Binder:
         # Plain calls never ask, so a first call need not load it.
         from tilewright.launch.facts import observe
 
-        facts = observe(buffer, slot.label)
+        facts = observe(buffer, slot.label, is_written=slot.is_output)
         if facts.tensor is None:
             return self._bind_pointer(slot, facts.pointer)
         dtype = facts.tensor.dtype

@@ -30,12 +30,12 @@ class OperandFacts(NamedTuple):
     tensor: torch.Tensor | None
 
 
-def observe(buffer: Any, label: str) -> OperandFacts:
+def observe(buffer: Any, label: str, *, is_written: bool = False) -> OperandFacts:
     """The facts of a torch tensor, an int pointer, or anything with ``__dlpack__``.
 
     Raises:
-        BindingError: for any other object, or a DLPack object that cannot be exported, naming
-            the tensor ``label``.
+        BindingError: for any other object, a DLPack object that cannot be exported, or one that
+            says it is read-only where ``is_written``; naming the tensor ``label``.
     """
     if isinstance(buffer, torch.Tensor):
         return observe_tensor(buffer, label)
@@ -46,7 +46,7 @@ def observe(buffer: Any, label: str) -> OperandFacts:
             )
         return OperandFacts(buffer, None, None, None, None, None, None)
     if hasattr(buffer, "__dlpack__"):
-        return observe_tensor(import_dlpack(buffer, label), label)
+        return observe_tensor(import_dlpack(buffer, label, is_written=is_written), label)
     raise BindingError(
         f"tensor {label}: got {type(buffer).__name__}; expected a torch tensor, an int pointer, "
         "or an object with __dlpack__"
@@ -78,13 +78,36 @@ def _data_type(tensor: torch.Tensor, label: str) -> DataType:
         raise BindingError(f"tensor {label}: {error}") from error
 
 
-def import_dlpack(buffer: Any, label: str) -> torch.Tensor:
+def import_dlpack(buffer: Any, label: str, *, is_written: bool = False) -> torch.Tensor:
     """A torch view of a DLPack object, without a copy.
 
     Raises:
-        BindingError: if the producer refuses, with its reason.
+        BindingError: if the producer refuses, with its reason; if a stride is negative; or if the
+            object is read-only and ``is_written``.
     """
+    _check_array(buffer, label, is_written)
     try:
         return torch.utils.dlpack.from_dlpack(buffer)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise BindingError(f"tensor {label}: DLPack import failed: {error}") from error
+
+
+def _check_array(buffer: Any, label: str, is_written: bool) -> None:
+    """What an array says of itself that PyTorch's import does not ask.
+
+    PyTorch ends the process over a negative stride, and takes an array that is read-only as one
+    that is not.
+    """
+    for protocol in ("__array_interface__", "__cuda_array_interface__"):
+        told = getattr(buffer, protocol, None)
+        if not isinstance(told, dict):
+            continue
+        shape, strides = told["shape"], told.get("strides")
+        if strides and 0 not in shape and min(strides) < 0:
+            raise BindingError(
+                f"tensor {label}: an array with strides {tuple(strides)} in bytes; expected none "
+                "below 0"
+            )
+        data = told.get("data")
+        if is_written and isinstance(data, tuple) and data[1]:
+            raise BindingError(f"tensor {label}: a read-only array; expected one to write into")

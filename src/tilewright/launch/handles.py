@@ -18,7 +18,15 @@ class Handle:
         self.is_alive = True
 
     def __repr__(self) -> str:
+        if not self.is_alive:
+            return f"Handle(device={self.device}, destroyed)"
         return f"Handle(device={self.device}, stream={self.stream})"
+
+    def __getattr__(self, name: str) -> Any:
+        # A call asks for the stream alone; a handle without one is found out at no cost to others.
+        if name == "stream":
+            raise BindingError("handle: it was destroyed")
+        raise AttributeError(f"'Handle' object has no attribute {name!r}")
 
 
 def default_device() -> torch.device:
@@ -41,6 +49,7 @@ def create_handle(device: Any = None) -> Handle:
 def destroy_handle(handle: Handle) -> None:
     """Mark the handle as gone; a later use raises BindingError."""
     handle.is_alive = False
+    vars(handle).pop("stream", None)
 
 
 def set_stream(handle: Handle, stream: Any) -> None:

@@ -13,6 +13,9 @@ from tilewright.launch.slots import Slot
 if TYPE_CHECKING:
     from tilewright.launch.facts import OperandFacts
 
+# Of float64 and int64, in bytes.
+_WIDEST_ITEM = 8
+
 
 def check_workspace(
     workspace: Any,
@@ -32,7 +35,7 @@ def check_workspace(
         if needed:
             raise BindingError(f"workspace: none given; the plan needs {needed} bytes")
         return
-    facts = _observe(workspace, "workspace")
+    facts = _observe(workspace, "workspace", is_written=True)
     if facts.span_bytes is not None and facts.span_bytes < needed:
         raise BindingError(f"workspace: {facts.span_bytes} bytes given; the plan needs {needed}")
     if facts.device is not None and facts.device != device:
@@ -41,7 +44,7 @@ def check_workspace(
     if needed and start % alignment:
         raise BindingError(
             f"workspace: address {start:#x} is not a multiple of "
-            f"{alignment} bytes, which the plan's kernels need"
+            f"{alignment} bytes, which the plan needs"
         )
     for slot, low, high in zip(slots, starts, stops, strict=True):
         # Of ranges of no bytes neither shares one, wherever it lies.
@@ -57,7 +60,9 @@ def workspace_view(workspace: Any, size_bytes: int, device: torch.device) -> tor
     if size_bytes == 0:
         return None
     facts = _observe(workspace, "workspace")
-    if facts.tensor is None:
+    # PyTorch views bytes as a wider type only at a whole number of them from the storage's start,
+    # whatever the address is.
+    if facts.tensor is None or _offset_bytes(facts.tensor) % _WIDEST_ITEM:
         from tilewright.launch.pointers import bytes_at
 
         return bytes_at(facts.pointer, size_bytes, device)
@@ -71,8 +76,12 @@ def workspace_pointer(workspace: Any) -> int:
     return _observe(workspace, "workspace").pointer
 
 
-def _observe(buffer: Any, label: str) -> OperandFacts:
+def _offset_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset() * tensor.element_size())
+
+
+def _observe(buffer: Any, label: str, *, is_written: bool = False) -> OperandFacts:
     # Plain calls never ask, so a first call need not load it.
     from tilewright.launch.facts import observe
 
-    return observe(buffer, label)
+    return observe(buffer, label, is_written=is_written)

@@ -165,7 +165,7 @@ class Graph(CallableGraph):
         if built is None:
             built = self._active_plan()
         chosen = self.handle if handle is None else handle
-        built.execute(variant_pack, workspace, None if chosen is None else chosen.stream)
+        built.execute(variant_pack, workspace, None if chosen is None else _stream(chosen))
 
     def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Launchable:
         """Check a call and return its frame; ``frame.launch(stream)`` is the hot path.
@@ -279,7 +279,7 @@ class Graph(CallableGraph):
 
     def _stream(self, handle: Any) -> Any:
         chosen = self.handle if handle is None else handle
-        return None if chosen is None else chosen.stream
+        return None if chosen is None else _stream(chosen)
 
     def _override(
         self,
@@ -313,6 +313,15 @@ class Graph(CallableGraph):
                 raise BindingError(f"override: {error}") from error
             self._overridden[key] = graph
         return self._overridden[key]
+
+
+def _stream(handle: Any) -> Any:
+    try:
+        return handle.stream
+    except AttributeError:
+        raise BindingError(
+            f"handle: got {type(handle).__name__}; expected what tilewright.create_handle gives"
+        ) from None
 
 
 pygraph = Graph

@@ -109,6 +109,8 @@ class AtenExecutable:
             (t.label(), t.data_type.span_bytes(span_elements(t.dim, t.stride))) for t in virtual
         ]
         self.workspace: WorkspacePlan = plan_workspace(sizes)
+        itemsizes = (to_torch(t.data_type).itemsize for t in virtual)
+        self.workspace_alignment_bytes = max(itemsizes, default=1)
         self._virtual = tuple(
             _Virtual(
                 piece,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tilewright.dtypes import DataType
+from tilewright.errors import GraphError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation, operation_kinds
 from tilewright.graph.operations.attention_base import AttentionBase, AttentionExtents
@@ -192,6 +193,26 @@ def test_ragged_output_is_the_users_choice() -> None:
     assert output.ragged_offset is offset
     assert output.stride == strides_of((B, HQ, SQ, DV), BSHD)
     assert stats.ragged_offset is None
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_a_ragged_output_has_distinct_elements(axis: int) -> None:
+    graph = graph_of()
+    offset = graph.tensor((B + 1, 1, 1, 1), data_type=INT32)
+    lengths = graph.tensor((B, 1, 1, 1), data_type=INT32)
+    output, _ = graph.sdpa(
+        **operands(graph, BSHD),
+        use_padding_mask=True,
+        seq_len_q=lengths,
+        seq_len_kv=lengths,
+        generate_stats=False,
+    )
+    assert output is not None
+    stride = list(strides_of((B, HQ, SQ, DV), BSHD))
+    stride[axis] = 0
+    output.set_ragged_offset(offset).set_dim((B, HQ, SQ, DV)).set_stride(stride)
+    with pytest.raises(GraphError, match="whose elements overlap"):
+        validated(graph)
 
 
 def gradients(graph: DeclaredGraph, **changes: Any) -> list[Tensor]:

@@ -184,6 +184,21 @@ WRONG: dict[str, tuple[Declare, str]] = {
         lambda c: c.g.tensor_scalar("one"),
         "tensor_scalar: value is 'one'; expected a number",
     ),
+    **{
+        f"graph: {value!r} in {name}": (
+            lambda c, value=value, name=name: c.g.mul(c.t("x", 4), c.g.tensor_scalar(value, name)),
+            f"has value {value!r}; expected one that its data type {name} holds",
+        )
+        for value, name in (
+            (1e39, "FLOAT"),
+            (65536, "HALF"),
+            (300, "INT8"),
+            (-1, "UINT8"),
+            (2**31, "INT32"),
+            (float("nan"), "INT32"),
+            (float("inf"), "INT64"),
+        )
+    },
     # Products
     "matmul: rank 1": (
         lambda c: c.g.matmul(c.t("A", 4), c.t("B", 4, 4)),

@@ -202,6 +202,74 @@ def test_the_workspace_is_sized_exactly_and_checked() -> None:
     assert torch.allclose(pack["c"], torch.relu(pack["a"] @ pack["b"]))
 
 
+def test_a_workspace_may_start_where_its_address_is_aligned() -> None:
+    graph, pack = two_step()
+    memory = bytearray(128)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % 4
+    # The storage starts at an odd address: where the address is even, the offset in it is odd.
+    odd = torch.frombuffer(memory, dtype=torch.uint8, offset=first + 1)
+    with pytest.raises(tw.BindingError, match=r"workspace: address .* not a multiple of 4 bytes"):
+        graph.execute(pack, odd)
+    graph.execute(pack, odd[3:])
+    assert torch.allclose(pack["c"], torch.relu(pack["a"] @ pack["b"]))
+
+
+@pytest.mark.parametrize("shrunk", ["source", "out"])
+def test_a_storage_that_shrank_is_refused(shrunk: str) -> None:
+    # The tensor still tells its old shape; what lies there is no longer its memory.
+    graph, _, _ = scaled_copy((4, 4))
+    pack = {"source": torch.ones(4, 4), "out": torch.zeros(4, 4)}
+    pack[shrunk].untyped_storage().resize_(60)
+    with pytest.raises(tw.BindingError, match=f"'{shrunk}': the buffer owns 60 bytes"):
+        graph.execute(pack)
+    if shrunk == "source":
+        assert torch.equal(pack["out"], torch.zeros(4, 4))
+
+
+def test_arrays_are_taken_at_their_word() -> None:
+    # PyTorch's import ends the process over a negative stride, and forgets that one is read-only.
+    graph, source, out = scaled_copy((2, 3))
+    numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
+    result = torch.zeros(2, 3)
+    for backward in (numbers[::-1], numbers[:, ::-1]):
+        with pytest.raises(tw.BindingError, match=r"'source': an array with strides .* below 0"):
+            graph.execute({source: backward, out: result})
+    constant = np.zeros((2, 3), dtype=np.float32)
+    constant.setflags(write=False)
+    with pytest.raises(tw.BindingError, match="'out': a read-only array"):
+        graph.execute({source: numbers, out: constant})
+    assert not constant.any() and not result.any()
+    graph.execute({source: constant, out: result})
+    two, pack = two_step()
+    scratch = np.zeros(64, dtype=np.uint8)
+    two.execute(pack, scratch)
+    scratch.setflags(write=False)
+    with pytest.raises(tw.BindingError, match="workspace: a read-only array"):
+        two.execute(pack, scratch)
+
+
+@pytest.mark.parametrize("pack", [None, [torch.ones(4, 4)] * 3, torch.ones(3)])
+def test_a_pack_that_is_no_mapping_is_refused(pack: Any) -> None:
+    graph = product()[0]
+    with pytest.raises(tw.BindingError, match=r"variant pack: got .*; expected a mapping"):
+        graph.execute(pack)
+
+
+def test_handles_that_are_gone_or_none_are_refused() -> None:
+    graph, source, out = scaled_copy((4, 4))
+    pack = {source: torch.ones(4, 4), out: torch.zeros(4, 4)}
+    handle = tw.create_handle("cpu")
+    graph.execute(pack, None, handle)
+    tw.destroy_handle(handle)
+    assert repr(handle) == "Handle(device=cpu, destroyed)"
+    pack[out].zero_()
+    with pytest.raises(tw.BindingError, match="handle: it was destroyed"):
+        graph.execute(pack, None, handle)
+    with pytest.raises(tw.BindingError, match="handle: got str; expected what"):
+        graph.execute(pack, None, "handle")
+    assert not pack[out].any()
+
+
 def test_the_workspace_may_not_overlap_an_operand() -> None:
     # B6: the consumer never runs on an alias; a disjoint part of one allocation passes.
     graph, pack = two_step()
