@@ -10,7 +10,7 @@ import torch
 
 from tilewright.errors import BindingError
 from tilewright.graph.shapes import self_overlaps
-from tilewright.ops.custom import is_traced
+from tilewright.ops.custom import is_traced, needs_gradient
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -50,6 +50,31 @@ def require_device(name: str, tensor: torch.Tensor, device: torch.device) -> Non
     """Require the device of the first operand."""
     if tensor.device != device:
         raise BindingError(f"{name}: on {tensor.device}; expected {device}, as the first operand")
+
+
+def require_parameters(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    rule: str,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Require of a weight and a bias that are given: a float type, ``shape``, x's device."""
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            require_float(name, require_tensor(name, parameter, len(shape)))
+            require_shape(name, parameter, shape, rule)
+            require_device(name, parameter, x.device)
+
+
+def require_type_of_x(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Require of a weight, and of a bias that is given, x's data type and device."""
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if require_tensor(name, tensor).dtype is not x.dtype:
+            raise BindingError(f"{name}: data type {tensor.dtype}; expected x's {x.dtype}")
+        require_device(name, tensor, x.device)
 
 
 def require_broadcast(name: str, tensor: torch.Tensor, shape: Sequence[int], rule: str) -> None:
@@ -110,7 +135,7 @@ def require_out(
     """
     if out is None:
         return
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+    if needs_gradient(*operands):
         raise BindingError("out: given while an operand requires grad; use it under torch.no_grad")
     require_shape("out", require_tensor("out", out), shape, rule)
     if operands[0] is not None:

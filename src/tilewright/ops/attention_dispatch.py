@@ -21,7 +21,7 @@ from tilewright.ops.attention_call import attention_forward
 from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.attention_gradients import AttentionFunction
 from tilewright.ops.attention_records import AttentionOptions, Call
-from tilewright.ops.custom import forbid_stream, is_traced
+from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient
 from tilewright.ops.gating import gated
 from tilewright.ops.transforms import apply
 
@@ -69,9 +69,7 @@ def attend(
     call = Call(options, {"q": q, "k": k, "v": v, **operands}, engine, stream)
     o: torch.Tensor
     stats: torch.Tensor | None
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in differentiable
-    )
+    needs_grad = needs_gradient(*differentiable)
     if is_traced(*call.operands.values(), out):
         forbid_stream(stream)
         o, stats = attend_by_operator(call, want_stats=return_stats or needs_grad)

@@ -23,6 +23,7 @@ from tilewright.ops.attention_arguments import (
     require_integers,
 )
 from tilewright.ops.attention_dispatch import attend
+from tilewright.ops.custom import needs_gradient
 from tilewright.ops.streams import on_its_stream
 
 
@@ -92,9 +93,7 @@ def sdpa_paged(
     options = options_of(
         causal, align, window, scale, depth, alibi, soft_cap, 0.0, False, max_kv=longest
     )
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k_pages, v_pages, bias, sink)
-    ):
+    if needs_gradient(q, k_pages, v_pages, bias, sink):
         raise NotSupportedError(
             "sdpa_paged: an operand requires grad; paged attention is for "
             "inference, use torch.no_grad"

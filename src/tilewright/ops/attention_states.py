@@ -15,7 +15,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced
+from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
@@ -61,7 +61,7 @@ def merge_states(
     if is_traced(*tensors):
         forbid_stream(stream)
         return _by_pytorch(*tensors)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    needs_grad = needs_gradient(*tensors)
     has_other_rank = not 2 <= o1.dim() <= MAX_RANK
     if engine is None and (needs_grad or has_other_rank or o1.device.type == "cpu"):
         return _by_pytorch(*tensors)

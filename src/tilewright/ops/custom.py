@@ -1,4 +1,4 @@
-"""How the functions become operators of PyTorch, and when a call has to go through them.
+"""How the functions become operators of PyTorch, and when a call goes through them or autograd.
 
 Kernels take addresses, so a trace must see a call as one operator with a fake, never its inside.
 That the compiler runs does not tell all: it does not while AOT Autograd traces a backward, nor
@@ -9,7 +9,7 @@ Eager calls go past the dispatcher, which would cost more time than all else on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,6 +32,11 @@ def is_traced(*operands: torch.Tensor | None) -> bool:
         if type(operand) not in _ORDINARY:
             return True
     return False
+
+
+def needs_gradient(*operands: torch.Tensor | None) -> bool:
+    """True if a call with these operands takes part in autograd."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
 def forbid_stream(stream: Any) -> None:
@@ -67,6 +72,12 @@ def register(
     if backward is not None:
         operator.register_autograd(backward, setup_context=setup)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def wanted_gradients(ctx: Any, gradients: Iterable[Any]) -> tuple[Any, ...]:
+    """The gradients of an operator's backward, None for an input that needs none."""
+    pairs = zip(gradients, ctx.needs_input_grad, strict=False)
+    return tuple(gradient if needs else None for gradient, needs in pairs)
 
 
 def in_layout_of(model: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

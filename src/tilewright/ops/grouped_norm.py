@@ -20,14 +20,20 @@ from tilewright.graph.enums import norm_forward_phase, reduction_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import MAX_RANK, Tensor
 from tilewright.ops.arguments import (
-    require_device,
     require_epsilon,
     require_float,
     require_out,
-    require_shape,
+    require_parameters,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
+from tilewright.ops.custom import (
+    forbid_stream,
+    is_traced,
+    needs_gradient,
+    nothing,
+    register,
+    wanted_gradients,
+)
 from tilewright.ops.declaring import bind_output
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
@@ -69,15 +75,9 @@ def group_norm(
         raise BindingError(
             f"num_groups: got {num_groups!r}; expected a divisor of x's {x.shape[1]} channels"
         )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            require_float(name, require_tensor(name, parameter, 1))
-            require_shape(name, parameter, x.shape[1:2], "one entry a channel of x")
-            require_device(name, parameter, x.device)
+    require_parameters(x, x.shape[1:2], "one entry a channel of x", weight, bias)
     require_out(out, x.shape, "x's shape", (x, weight, bias))
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
-    )
+    needs_grad = needs_gradient(x, weight, bias)
     options = _Options(num_groups, require_epsilon(eps))
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
@@ -293,8 +293,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 
 def _autograd_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     grads = _group_norm_backward(grad, *ctx.saved_tensors, *ctx.options)
-    kept = (d if needs else None for d, needs in zip(grads, ctx.needs_input_grad, strict=False))
-    return *kept, None, None, None, None
+    return *wanted_gradients(ctx, grads), None, None, None, None
 
 
 _group_norm_backward = register(

@@ -21,10 +21,11 @@ from tilewright.ops.arguments import (
     require_float,
     require_number,
     require_out,
+    require_parameters,
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced
+from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient
 from tilewright.ops.normalization_call import NormKind, norm_forward
 from tilewright.ops.normalization_custom import OPERATORS, NormFunction
 from tilewright.ops.normalization_repeat import repeated
@@ -117,11 +118,7 @@ def _norm(
     require_float("x", require_tensor("x", x))
     if x.dim() == 0:
         raise BindingError("x: shape () has no axis to normalize; expected (..., N)")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            require_float(name, require_tensor(name, parameter, 1))
-            require_shape(name, parameter, x.shape[-1:], "one entry an element of x's last axis")
-            require_device(name, parameter, x.device)
+    require_parameters(x, x.shape[-1:], "one entry an element of x's last axis", weight, bias)
     if residual is not None:
         require_tensor("residual", residual)
         require_shape("residual", residual, x.shape, "x's shape")
@@ -130,9 +127,7 @@ def _norm(
     if residual is not None and not _sums_in_graph(x, residual, weight, bias, out):
         x, added = x + residual, None
     require_out(out, x.shape, "x's shape", (x, weight, bias))
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
-    )
+    needs_grad = needs_gradient(x, weight, bias)
     if is_traced(x, weight, bias, out):
         forbid_stream(stream)
         operator = OPERATORS[kind.operation]
@@ -164,7 +159,6 @@ def _sums_in_graph(
     Not where gradients are kept or a call is traced: there the sum is an operation of its own.
     """
     tensors = (x, residual, weight, bias)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if needs_grad or is_traced(*tensors, out):
+    if needs_gradient(*tensors) or is_traced(*tensors, out):
         return False
     return residual.dtype is x.dtype and x.dim() <= MAX_RANK

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.errors import BindingError
-from tilewright.ops.custom import in_layout_of, nothing, register
+from tilewright.ops.custom import in_layout_of, nothing, register, wanted_gradients
 from tilewright.ops.first_order import first_order
 from tilewright.ops.normalization_call import (
     FUNCTIONS,
@@ -105,8 +105,7 @@ def _register(operation: str) -> Any:
 
     def backward(ctx: Any, grad: Any, *_: Any) -> Any:
         grads = backward_operator(grad, *ctx.saved_tensors, *ctx.options)
-        kept = (d if needs else None for d, needs in zip(grads, ctx.needs_input_grad, strict=False))
-        return *kept, None, None, None, None
+        return *wanted_gradients(ctx, grads), None, None, None, None
 
     return register(
         FUNCTIONS[operation],

@@ -19,13 +19,20 @@ from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import (
     require_choice,
-    require_device,
     require_float,
     require_out,
     require_shape,
     require_tensor,
+    require_type_of_x,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, nothing, register
+from tilewright.ops.custom import (
+    forbid_stream,
+    is_traced,
+    needs_gradient,
+    nothing,
+    register,
+    wanted_gradients,
+)
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
@@ -77,12 +84,7 @@ def linear(
         raise BindingError("x: shape (); expected (..., K)")
     columns, depth = weight.shape
     require_shape("weight", weight, (columns, x.shape[-1]), "(N, K) with x's last axis K")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        if require_tensor(name, tensor).dtype is not x.dtype:
-            raise BindingError(f"{name}: data type {tensor.dtype}; expected x's {x.dtype}")
-        require_device(name, tensor, x.device)
+    require_type_of_x(x, weight, bias)
     if bias is not None:
         require_shape("bias", bias, (columns,), "one entry a row of weight")
     require_choice("activation", activation, (None, *ACTIVATIONS))
@@ -96,9 +98,7 @@ def linear(
     flat = x.reshape(math.prod(x.shape[:-1]), depth)
     shape = (*x.shape[:-1], columns // 2 if glu else columns)
     require_out(out, shape, "(..., N), or (..., N/2) with glu", (x, weight, bias))
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
-    )
+    needs_grad = needs_gradient(x, weight, bias)
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
         forbid_stream(stream)
@@ -338,8 +338,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 def _autograd_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     grads = _linear_backward(grad, *ctx.saved_tensors, *ctx.options)
-    kept = (d if needs else None for d, needs in zip(grads, ctx.needs_input_grad, strict=False))
-    return *kept, None, None, None, None
+    return *wanted_gradients(ctx, grads), None, None, None, None
 
 
 _OPERANDS = "Tensor x, Tensor weight, Tensor? bias"
