@@ -35,21 +35,21 @@ class AttentionSpec:
     depth_v: int
     compute: torch.dtype
     scale: float | None
-    left: int | None
-    right: int | None
-    bottom_right: bool
-    alibi: bool
-    has_bias: bool
-    has_block_mask: bool
-    has_sink: bool
-    has_score_mod: bool
-    lengths: frozenset[str]
-    ragged: frozenset[str]
-    paged: frozenset[str]
-    philox: bool
-    drop_probability: float
-    drop_mask: bool
-    stats_log2: bool
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    alibi: bool = False
+    has_bias: bool = False
+    has_block_mask: bool = False
+    has_sink: bool = False
+    has_score_mod: bool = False
+    lengths: frozenset[str] = frozenset()
+    ragged: frozenset[str] = frozenset()
+    paged: frozenset[str] = frozenset()
+    philox: bool = False
+    drop_probability: float = 0.0
+    drop_mask: bool = False
+    stats_log2: bool = False
 
     @property
     def banded(self) -> bool:

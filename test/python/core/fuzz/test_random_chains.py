@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import pytest
 from fuzzing import elementwise
 from fuzzing.drawing import Case, Drawing
+from fuzzing.exploring import check_each
 from fuzzing.judging import judge
 from fuzzing.ledger import reason_of
 from fuzzing.running import run
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tilewright.engines.triton.engine import interpreting
@@ -101,22 +100,7 @@ def _beyond_torch(case: Case) -> bool:
 def check_chains(seed: int, count: int) -> Counts:
     """Check ``count`` graphs, the same ones for the same seed."""
     counts = Counts()
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count,
-        derandomize=False,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-        print_blob=False,
-    )
-    @given(chains())
-    def each(case: Case) -> None:
-        counts.check(case)
-
-    each()
+    check_each(seed, count, chains(), counts.check)
     total = counts.taken + sum(counts.declined.values())
     assert counts.taken >= LEAST_TAKEN * total, counts.declined
     return counts

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import hypothesis
 import pytest
-from fuzzing.drawing import Case
+from fuzzing.exploring import check_each
 from fuzzing.ledger import Ledger
 from fuzzing.strategies import graphs
-from hypothesis import HealthCheck, Phase, given, settings
 
 from tilewright.graph.operation import operation_kinds
 
@@ -30,23 +28,7 @@ MOST_DECLINED = 0.25
 def check_graphs(seed: int, count: int) -> Ledger:
     """Check ``count`` graphs, the same ones for the same seed."""
     ledger = Ledger()
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count,
-        derandomize=False,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        # Not Phase.explain: it traces every line, for minutes.
-        phases=(Phase.generate, Phase.shrink),
-        print_blob=False,
-    )
-    @given(graphs())
-    def each(case: Case) -> None:
-        ledger.check(case)
-
-    each()
+    check_each(seed, count, graphs(), ledger.check)
     return ledger
 
 

@@ -43,21 +43,6 @@ PLAIN = AttentionSpec(
     depth_v=8,
     compute=torch.float32,
     scale=0.3,
-    left=None,
-    right=None,
-    bottom_right=False,
-    alibi=False,
-    has_bias=False,
-    has_block_mask=False,
-    has_sink=False,
-    has_score_mod=False,
-    lengths=frozenset(),
-    ragged=frozenset(),
-    paged=frozenset(),
-    philox=False,
-    drop_probability=0.0,
-    drop_mask=False,
-    stats_log2=False,
 )
 
 
