@@ -45,10 +45,11 @@ def sdpa(
     engine: str | None = None,
     stream: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * Q K^T + bias, masked) V.
+    """softmax(scale * Q K^T + bias, masked) V; every rule is in docs/operations/attention.md.
 
     Args:
-        q: (B, Hq, Sq, D), any strides. Hq is a multiple of Hkv; query head h reads KV head
+        q: (B, Hq, Sq, D), any strides and float type, as k and v have; kernels for GPUs want one
+            type for all three. Hq is a multiple of Hkv; query head h reads KV head
             h // (Hq // Hkv).
         k: (B, Hkv, Skv, D).
         v: (B, Hkv, Skv, Dv).
@@ -57,28 +58,31 @@ def sdpa(
         window: (left, right): row i sees keys i - left to i + right after alignment; None is
             open.
         scale: the factor on Q K^T; default D ** -0.5.
-        bias: added to the scores; broadcasts to (B, Hq, Sq, Skv).
+        bias: added to the scores, of any float type; broadcasts to (B, Hq, Sq, Skv).
         mask: boolean, True may attend; broadcasts to (B, Hq, Sq, Skv).
-        sink: (Hq,), a score that joins each row's denominator.
+        sink: (Hq,), of any float type: a score that joins each row's denominator.
         alibi: add ALiBi's slopes (Press, Smith and Lewis 2022).
-        soft_cap: scores become cap * tanh(score / cap) before bias and masks.
+        soft_cap: scores become cap * tanh(score / cap) before bias and masks (Gemma 2, 2024).
         dropout_p: probability of dropping a weight; ``seed`` and ``offset`` (ints or one-element
             tensors) replay a mask; seed None draws one from torch's generator.
         seqlens_q, seqlens_kv: (B,) int32 or int64 lengths of padded sequences.
         gate: O's shape; the result is O * sigmoid(gate).
         deterministic: bitwise repeatable gradients.
-        return_stats: also return Stats (B, Hq, Sq), the natural log-sum-exp in float32.
+        return_stats: also return Stats (B, Hq, Sq), the natural log-sum-exp of each row in
+            float32, float64 for float64.
         out: (B, Hq, Sq, Dv), written in place of a new tensor.
         engine: run this engine or raise.
         stream: where to run; default is the device's current stream.
 
     Returns:
         O (B, Hq, Sq, Dv) in q's axis order and dtype, or (O, Stats). A row that sees nothing
-        gives 0 and -inf.
+        gives 0 and -inf. Differentiable in q, k, v, bias, sink and gate, of a loss on Stats too.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if no engine takes the call.
+
+    Source: Vaswani and others 2017 (arXiv:1706.03762).
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         require_float(name, require_tensor(name, tensor, 4))
@@ -139,7 +143,8 @@ def sdpa_decode(
     k is (B, Hkv, capacity, D) and v (B, Hkv, capacity, Dv); of sequence b the first
     ``seqlens_kv[b]`` keys are read ((B,) int32 or int64), the last Sq of them being q's own: the
     diagonal is aligned at the bottom right. What lies beyond may be anything. The results of two
-    caches of the same q can be joined by ``merge_states``. Other arguments as for ``sdpa``.
+    caches of the same q can be joined by ``merge_states``. Other arguments, and the result, as for
+    ``sdpa``.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.

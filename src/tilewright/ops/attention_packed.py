@@ -60,7 +60,8 @@ def sdpa_varlen(
     Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and the same of
     ``cu_seqlens_kv`` for k and v: (B + 1,) int32 or int64. No length is longer than
     ``max_seqlen_q`` or ``max_seqlen_kv``. Rows of no sequence give 0, and -inf in Stats, which
-    is (Hq, Tq), or (Tq, Hq) for ``stats_layout="token_major"``. Other arguments as for ``sdpa``.
+    is (Hq, Tq), or (Tq, Hq) for ``stats_layout="token_major"``. Returns O (Tq, Hq, Dv) in q's
+    dtype, or (O, Stats). Other arguments as for ``sdpa``.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.

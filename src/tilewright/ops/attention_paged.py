@@ -54,9 +54,10 @@ def sdpa_paged(
 
     ``k_pages`` is (P, page, Hkv, D) and ``v_pages`` (P, page, Hkv, Dv), any strides. Token t of
     sequence b is row ``t % page`` of page ``page_table[b, t // page]`` ((B, pages) int32 or int64;
-    ``v_page_table`` for the values, default the same). Only ``seqlens_kv[b]`` tokens are read;
-    table entries past them are not looked at. Other arguments as for ``sdpa``; alignment is
-    bottom-right by default, as decoding needs.
+    ``v_page_table`` for the values, default the same). Only ``seqlens_kv[b]`` tokens are read
+    ((B,) int32 or int64); table entries past them are not looked at. Returns O (B, Hq, Sq, Dv) in
+    q's dtype, or (O, Stats). Other arguments as for ``sdpa``; alignment is bottom-right by default,
+    as decoding needs.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.

@@ -47,20 +47,22 @@ def conv1d_causal(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Convolve x (B, T, C) with weight (C, W) along T, each channel by itself.
 
+        y[b, t, c] = act(bias[c] + sum over w of weight[c, w] * x[b, t - W + 1 + w, c])
+
     Args:
-        x: (B, T, C), any strides.
-        weight: (C, W), W at least 1; tap W - 1 meets the newest input.
-        bias: (C,).
+        x: (B, T, C), any strides and float type.
+        weight: (C, W), of x's dtype, W at least 1; tap W - 1 meets the newest input.
+        bias: (C,), of x's dtype; none if None.
         activation: None, or "silu" ("swish" is the same).
         initial_state: (N, C, W - 1), the inputs before each of the N sequences, oldest first.
         return_final_state: also return the last W - 1 inputs, (N, C, W - 1) in x's dtype.
         cu_seqlens: (N + 1,) int32 or int64 running sums of sequences packed along T, with B = 1;
             without it N = B. Tokens of no sequence give 0.
         engine: run this engine or raise.
-        stream: where to run.
+        stream: where to run; default is the device's current stream.
 
     Returns:
-        y (B, T, C), or (y, final state). Differentiable in all floating operands.
+        y (B, T, C) in x's dtype, or (y, final state). Differentiable in all floating operands.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
@@ -112,11 +114,12 @@ def conv1d_causal_update(
 ) -> torch.Tensor:
     """One decoding step: x (B, C), or T new tokens (B, T, C); ``state`` is updated in place.
 
-    ``state`` is (B, C, W - 1), the newest inputs, oldest first. Returns y of x's shape. For
-    inference: nothing is differentiable.
+    ``state`` is (B, C, W - 1), the newest inputs, oldest first; ``weight`` and ``bias`` are as for
+    ``conv1d_causal``. Returns y of x's shape and dtype. For inference: nothing is differentiable.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
     """
     require_float("x", require_tensor("x", x))
     if x.dim() not in (2, 3):

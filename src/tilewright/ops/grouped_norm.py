@@ -58,13 +58,27 @@ def group_norm(
     engine: str | None = None,
     stream: Any = None,
 ) -> torch.Tensor:
-    """GroupNorm of ``x`` (N, C, ...), two to seven axes, any strides and float type.
+    """GroupNorm: (x - mean) / sqrt(var + eps) * weight + bias, over a group of channels.
 
-    ``num_groups`` divides C. ``weight`` and ``bias`` are (C,), of any float type. Returns x's shape
-    and type.
+    Args:
+        x: (N, C, ...), two to seven axes, any strides and float type.
+        num_groups: a divisor of C; mean and biased variance are over C / num_groups neighbouring
+            channels of a sample and all their positions.
+        weight: (C,), of any float type; 1 if None.
+        bias: (C,), of any float type; 0 if None.
+        eps: added to the variance, from 0 up.
+        out: x's shape, written in place of a new tensor.
+        engine: run this engine or raise.
+        stream: where to run; default is the device's current stream.
+
+    Returns:
+        y in x's shape and dtype. Differentiable in x, weight and bias.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+
+    Source: Wu and He 2018 (arXiv:1803.08494).
     """
     require_float("x", require_tensor("x", x))
     if not 2 <= x.dim() < MAX_RANK:

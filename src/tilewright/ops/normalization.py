@@ -46,14 +46,28 @@ def rms_norm(
     engine: str | None = None,
     stream: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of ``x`` (..., N) over its last axis.
+    """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * (offset + weight) + bias.
 
-    ``weight`` and ``bias`` are (N,), of any float type; ``offset`` is added to the weight in
-    float32 (Gemma's 1 + w). With ``residual`` (x's shape) the sum x + residual is normalized and
-    returned too: (y, sum).
+    Args:
+        x: (..., N), any strides and float type.
+        weight: (N,), of any float type; 1 if None.
+        bias: (N,), of any float type; 0 if None.
+        eps: added to the mean square, from 0 up.
+        offset: added to the weight in float32: the Gemma family stores w - 1.
+        residual: x's shape; x + residual is normalized, and returned too.
+        out: x's shape, written in place of a new tensor.
+        engine: run this engine or raise.
+        stream: where to run; default is the device's current stream.
+
+    Returns:
+        y in x's shape and dtype, or (y, x + residual). Statistics are float32, float64 for
+        float64. Differentiable in x, residual, weight and bias.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
     is_usual = type(offset) is float and not offset and engine is None
     if is_usual and residual is None and out is None and stream is None:
@@ -84,10 +98,16 @@ def layer_norm(
     engine: str | None = None,
     stream: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm of ``x`` (..., N) over its last axis; arguments as for ``rms_norm``.
+    """LayerNorm over the last axis: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+
+    ``x`` is (..., N), ``weight`` and ``bias`` (N,); ``var`` is the biased variance. Arguments,
+    result and dtypes are those of ``rms_norm``.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+
+    Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
     """
     if residual is None and out is None and stream is None and engine is None:
         y = repeated("layer_norm", x, weight, bias, eps)

@@ -68,15 +68,29 @@ def linear(
     engine: str | None = None,
     stream: Any = None,
 ) -> torch.Tensor:
-    """x (..., K) times weight (N, K) transposed, plus bias (N,), then an epilogue.
+    """x times weight transposed, plus bias, then an epilogue: act(x weight^T + bias).
 
-    ``activation`` is one of relu, gelu, gelu_tanh, silu, sigmoid, tanh, or None. With ``glu`` the N
-    columns hold inputs u and gates g and the result (..., N/2) is u * act(g), act being silu
-    unless ``activation`` says otherwise: "halves" has u first and g second; "interleaved32"
-    alternates blocks of 32 columns of u and of g. Accumulates in float32 (float64 for float64).
+    Args:
+        x: (..., K), any strides and float type.
+        weight: (N, K), of x's dtype.
+        bias: (N,), of x's dtype; none if None.
+        activation: "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", or None.
+        glu: the N columns hold inputs u and gates g, and the result (..., N/2) is u * act(g), act
+            being silu unless ``activation`` says otherwise: "halves" has u first and g second;
+            "interleaved32" alternates blocks of 32 columns of u and of g.
+        out: the result's shape, written in place of a new tensor.
+        engine: run this engine or raise.
+        stream: where to run; default is the device's current stream.
+
+    Returns:
+        (..., N), or (..., N/2) with ``glu``, in x's dtype. Sums are float32, float64 for float64.
+        Differentiable in x, weight and bias.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+
+    Source of the gated units: Shazeer 2020 (arXiv:2002.05202).
     """
     require_float("x", require_tensor("x", x))
     require_tensor("weight", weight, 2)

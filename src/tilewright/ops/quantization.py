@@ -81,7 +81,10 @@ def quantize(
     engine: str | None = None,
     stream: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(elements, scales) of ``x``, in blocks along ``axis``.
+    """(elements, scales) of ``x``, in blocks along ``axis``: x / scale, to nearest even.
+
+    The scale of a block is 2 ** (floor(log2 amax) - emax) in the MX formats, emax the exponent of
+    the element type's largest number, and amax / 6 rounded to E4M3 in nvfp4.
 
     Args:
         x: one to eight axes, any strides and float type.
@@ -102,6 +105,8 @@ def quantize(
     Raises:
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if x requires grad, or no engine takes the call.
+
+    Sources: OCP Microscaling Formats 1.0; NVIDIA's NVFP4.
     """
     require_float("x", require_tensor("x", x))
     blocks = _blocks(format, axis, block, scale_layout, x.dim())
@@ -132,7 +137,11 @@ def dequantize(
     engine: str | None = None,
     stream: Any = None,
 ) -> torch.Tensor:
-    """Elements times the scales of their blocks, in ``dtype``; arguments as ``quantize`` takes.
+    """Elements times the scales of their blocks, in ``dtype``, a float type.
+
+    ``elements`` and ``scales`` are what ``quantize`` gives for ``format``, ``axis``, ``block`` and
+    ``scale_layout``. The result has the shape of what was quantized: of 4-bit elements, twice as
+    many on the last axis as there are bytes.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.

@@ -56,18 +56,26 @@ def rope(
 
     Args:
         x: (B, H, S, D), any strides and float type.
-        cos: (S, R/2) or (B, S, R/2), R = rotary_dim (default D); it has no gradient. With
-            ``positions`` (S,) or (B, S) the tables are looked up by position: cos[positions].
+        cos: (S, R/2) or (B, S, R/2), R = rotary_dim (default D), of any float type; it has no
+            gradient. With ``positions`` (S,) or (B, S) the tables are looked up by position:
+            cos[positions].
         sin: cos's shape.
         interleaved: pairs are neighbours (0, 1), (2, 3), ... and not (i, i + R/2).
         rotary_dim: R, even; the elements past it are passed through.
         positions: int32 or int64 positions in the tables.
         inplace: write into ``x`` and return it.
         engine: run this engine or raise.
-        stream: where to run.
+        stream: where to run; default is the device's current stream.
+
+    Returns:
+        (B, H, S, D) in x's dtype: of each pair (x1, x2), x1 cos - x2 sin and x2 cos + x1 sin.
+        Products are float32, float64 for float64. Differentiable in x.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
+        NotSupportedError: if no engine takes the call.
+
+    Source: Su and others 2021 (arXiv:2104.09864).
     """
     require_float("x", require_tensor("x", x, 4))
     batch, _, length, depth = x.shape
