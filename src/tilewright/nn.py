@@ -20,10 +20,11 @@ class LayerNorm(torch.nn.LayerNorm):
     """``torch.nn.LayerNorm`` over the last axis, computed by ``tilewright.ops.layer_norm``.
 
     x is (..., N) of a float type; the result has x's shape and type. Weight and bias are (N,) of
-    any float type.
+    any float type. Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
 
     Raises:
         NotSupportedError: from the constructor, if ``normalized_shape`` has more than one axis.
+        BindingError: from a call, if x is no float tensor of N on its last axis.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
     x is (..., N) of a float type; the result has x's shape and type. ``eps=None`` stands for the
     machine epsilon of x's type, as in PyTorch. ``offset`` is added to the weight in float32: the
-    Gemma family stores w - 1 and normalizes with ``offset=1``.
+    Gemma family stores w - 1 and normalizes with ``offset=1``. Source: Zhang and Sennrich 2019
+    (arXiv:1910.07467).
 
     Raises:
         NotSupportedError: from the constructor, if ``normalized_shape`` has more than one axis.
+        BindingError: from a call, if x is no float tensor of N on its last axis.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def get_last_error_string() -> str:
 
 
 def create_kernel_cache() -> dict[Any, Any]:
-    """A kernel cache for ``Graph(kernel_cache=...)``; engines of this version compile nothing."""
+    """What ``Graph(kernel_cache=...)`` takes; compiled kernels are in a store of the user's."""
     return {}
 
 

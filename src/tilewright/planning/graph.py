@@ -25,6 +25,20 @@ class Graph(CallableGraph):
 
     Each step implies those before it. Planning is one-shot: a graph is validated and planned
     once, and does not change afterwards.
+
+    Args:
+        name: what messages call the graph.
+        io_data_type: the type of inputs and outputs that set none.
+        intermediate_data_type: the type of tensors inside the graph that set none.
+        compute_data_type: the type of arithmetic of operations that set none.
+        handle: a device and a stream, of ``create_handle``; default: the current GPU, else the CPU.
+        device_property: plan for this device, which need not be here.
+        is_override_shape_enabled: let ``execute`` take other dims and strides.
+
+    The other arguments are the vocabulary's; they are kept, and change nothing.
+
+    Raises:
+        GraphError: if a data type is none of the vocabulary.
     """
 
     def __init__(
@@ -136,7 +150,11 @@ class Graph(CallableGraph):
         return self._active is not None
 
     def get_workspace_size(self) -> int:
-        """Bytes of workspace that the selected plan needs."""
+        """Bytes of workspace that the selected plan needs.
+
+        Raises:
+            NotSupportedError: if no engine takes the graph.
+        """
         return self._active_plan().workspace_bytes
 
     def execute(
@@ -150,12 +168,18 @@ class Graph(CallableGraph):
     ) -> None:
         """Check the call, then run the selected plan: bind, and launch.
 
-        ``variant_pack`` maps tensors, uids or names to torch tensors, int pointers or DLPack
-        objects; a buffer is read with the declared dim and stride. ``workspace`` owns at least
-        ``get_workspace_size()`` bytes.
+        Args:
+            variant_pack: tensors, uids or names to torch tensors, int pointers or DLPack objects;
+                a buffer is read with the declared dim and stride.
+            workspace: a buffer of at least ``get_workspace_size()`` bytes.
+            handle: the device's stream to run on; default the graph's, else the current one.
+            override_uids: tensors that have another dim (and stride) in this call, which
+                ``override_shapes`` and ``override_strides`` give in the same order.
 
         Raises:
             BindingError: if an operand does not fit; nothing was written then.
+            NotSupportedError: if no engine takes the graph.
+            LaunchError: if the device refuses.
         """
         if override_uids:
             graph = self._override(override_uids, override_shapes, override_strides)
@@ -170,8 +194,11 @@ class Graph(CallableGraph):
     def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Launchable:
         """Check a call and return its frame; ``frame.launch(stream)`` is the hot path.
 
+        Arguments as for ``execute``. The buffers are read at each launch, as they are then.
+
         Raises:
             BindingError: if an operand does not fit.
+            NotSupportedError: if no engine takes the graph.
         """
         return self._active_plan().bind(variant_pack, workspace)
 

@@ -50,7 +50,11 @@ class PlanSelection(DeclaredGraph):
 
     @property
     def selected_engine(self) -> str:
-        """The name of the engine that runs the graph."""
+        """The name of the engine that runs the graph.
+
+        Raises:
+            NotSupportedError: if no engine takes the graph.
+        """
         return self._active_plan().plan.engine_name
 
     def get_execution_plan_count(self) -> int:
@@ -58,7 +62,12 @@ class PlanSelection(DeclaredGraph):
         return len(self._require_plans())
 
     def get_plan_name_at_index(self, index: int) -> str:
-        """The plan's name: the engine's, and the knobs."""
+        """The plan's name: the engine's, and the knobs.
+
+        Raises:
+            NotSupportedError: if there is no such plan, here and for the other methods with an
+                index.
+        """
         return self._plan(index).name
 
     def get_engine_and_knobs_at_index(self, index: int) -> tuple[int, dict[knob_type, int]]:
@@ -99,7 +108,12 @@ class PlanSelection(DeclaredGraph):
         index: int = 0,
         handle: Any = None,
     ) -> None:
-        """Execute plan ``index`` in place of the selected one."""
+        """Execute plan ``index`` in place of the selected one; see ``execute``.
+
+        Raises:
+            NotSupportedError: if it is barred, or there is no such plan.
+            BindingError: if an operand does not fit; nothing was written then.
+        """
         self.build_plan_at_index(index)
         self._built[index].execute(variant_pack, workspace, self._stream(handle))
 

@@ -150,10 +150,15 @@ class BatchnormMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor | None]:
-        """[Y, mean, inv_variance, next_running_mean, next_running_var].
+        """[Y, mean, inv_variance, next_running_mean, next_running_var] of input (N, C, ...).
 
-        ``scale``, ``bias`` and statistics are (1, C, 1, ...). The last two are None where no
-        running statistics are given; they may be bound to the buffers of the incoming ones.
+        Y = (input - mean) inv_variance scale + bias, inv_variance = (variance + epsilon)^-1/2, with
+        mean and biased variance over every axis but the channel; next_running is
+        (1 - momentum) in_running + momentum statistic, of the unbiased variance. ``scale``,
+        ``bias`` and statistics are (1, C, 1, ...); ``epsilon`` and ``momentum`` numbers or
+        one-element tensors. The last two results are None where no running statistics are given;
+        they may be bound to the buffers of the incoming ones. Source: Ioffe and Szegedy 2015
+        (arXiv:1502.03167).
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit, or running statistics are given in
@@ -219,6 +224,9 @@ class BatchnormMethods(Builder):
         name: str = "",
     ) -> list[Tensor]:
         """[DX, DScale, DBias] from the statistics that ``batchnorm`` saves.
+
+        ``grad`` is the gradient of Y and has the input's dim, as DX has; the rest is
+        (1, C, 1, ...).
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit.

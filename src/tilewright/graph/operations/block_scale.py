@@ -219,6 +219,10 @@ class BlockScaleMethods(Builder):
     ) -> Tensor:
         """input times the descale of each block; the result has the input's dim.
 
+        ``input`` is of FP8, FP4_E2M1, INT8 or INT4, ``descale`` of FP8_E8M0, FP8_E4M3 or FLOAT with
+        one entry a block. ``block_size`` is in elements: a number, for the last axis whose extents
+        agree with it, or one an axis. ``is_negative_scale`` negates the result.
+
         Raises:
             GraphError: at ``validate`` if ``descale`` has no entry a block, or for a type that
                 is not of a block-scaled format.
@@ -242,7 +246,11 @@ class BlockScaleMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor]:
-        """[Y, scale]; call ``set_data_type`` on both.
+        """[Y, scale] of ``input`` in blocks of ``block_size`` elements along ``axis`` (the last).
+
+        Call ``set_data_type`` on both: Y is FP8_E4M3, FP8_E5M2 or FP4_E2M1; scale is FP8_E8M0 (OCP
+        Microscaling 1.0), FP8_E4M3 (NVFP4) or FLOAT, with the number of blocks on ``axis``. With
+        ``transpose`` both have their last two axes swapped.
 
         Raises:
             GraphError: at ``validate`` for an axis or a type that does not fit.

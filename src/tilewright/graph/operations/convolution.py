@@ -202,8 +202,11 @@ class ConvolutionMethods(Builder):
     ) -> Tensor:
         """The convolution of image (N, C, ...) with weight (K, C / groups, ...): (N, K, ...).
 
-        ``padding`` stands for both paddings. A number is for every spatial axis, a sequence has
-        one entry an axis. An output stride that is not set follows the image's axis order.
+        A cross-correlation: the filter is not turned round. Paddings, strides and dilations are in
+        elements; ``padding`` stands for ``pre_padding`` and ``post_padding``. A number is for every
+        spatial axis, a sequence has one entry an axis. An extent I becomes
+        (I + pre + post - dilation (R - 1) - 1) // stride + 1 under a filter of R. An output stride
+        that is not set follows the image's axis order.
 
         Raises:
             GraphError: for both kinds of padding, or at ``validate`` if the dims do not fit.

@@ -161,6 +161,12 @@ class MoeMethods(Builder):
     ) -> Tensor:
         """The grouped product (1, rows, N) of token (1, T, K) and weight (E, K, N).
 
+        ``first_token_offset``, INT32 or INT64 of (E, 1, 1) or (E + 1, 1, 1), says at which row each
+        expert's group starts. ``token_index`` (1, rows, 1), INT32 or INT64, is for the modes GATHER
+        (row i is made of token[token_index[i]]) and SCATTER (row i goes to token_index[i]); NONE
+        takes rows in place. Rows in no group are 0. An engine may decline COMBINE, ``token_ks`` and
+        ``top_k``.
+
         Raises:
             GraphError: at ``validate`` if the dims do not fit, or ``token_index`` is not what the
                 mode takes.
@@ -190,6 +196,9 @@ class MoeMethods(Builder):
         name: str = "",
     ) -> Tensor:
         """dweight (E, K, N), the weight's gradient; call ``set_dim`` if there are E + 1 offsets.
+
+        ``doutput`` (1, T, N) is the gradient of the product in mode NONE, whose ``token`` (1, T, K)
+        and ``first_token_offset`` are given again: the sum of token[i]^T doutput[i] over a group.
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit.

@@ -159,9 +159,12 @@ class NormalizationMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor | None]:
-        """[Y, mean, inv_variance]; the statistics are None in the INFERENCE phase.
+        """[Y, mean, inv_variance]: Y = (input - mean) inv_variance scale + bias.
 
-        ``scale`` and ``bias`` have the input's rank and 1 on the axes that are not normalized.
+        inv_variance = (variance + epsilon)^-1/2, of the biased variance. ``scale`` and ``bias``
+        have the input's rank and 1 on the axes that are not normalized; the statistics have 1 on
+        those that are, and are None in the INFERENCE phase. ``epsilon`` is a number or a
+        one-element tensor. Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
 
         Raises:
             GraphError: at ``validate`` if the phase is not set or the dims do not fit.
@@ -180,9 +183,11 @@ class NormalizationMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor | None]:
-        """[Y, mean, inv_variance] over the spatial axes; statistics are (N, C, 1, ...).
+        """[Y, mean, inv_variance] of input (N, C, ...) over its spatial axes.
 
-        ``scale`` and ``bias`` are (1, C, 1, ...).
+        Formula, phase and ``epsilon`` as for ``layernorm``; ``scale`` and ``bias`` are
+        (1, C, 1, ...), the statistics (N, C, 1, ...). Source: Ulyanov, Vedaldi and Lempitsky 2016
+        (arXiv:1607.08022).
 
         Raises:
             GraphError: at ``validate`` if the phase is not set or the dims do not fit.
@@ -201,7 +206,11 @@ class NormalizationMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor | None]:
-        """[Y, mean, inv_variance]; ``scale`` and ``bias`` have the batch on axis 0.
+        """[Y, mean, inv_variance] with a scale and a bias of each sample.
+
+        As ``layernorm``, but ``scale`` and ``bias`` have the batch on axis 0, which is not
+        normalized: (N, 1, C) for an input (N, S, C). Source: Peebles and Xie 2023
+        (arXiv:2212.09748).
 
         Raises:
             GraphError: at ``validate`` if the phase is not set or the dims do not fit.
@@ -220,7 +229,10 @@ class NormalizationMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor | None]:
-        """[Y, inv_variance]; inv_variance is None in the INFERENCE phase.
+        """[Y, inv_variance]: Y = input inv_variance scale + bias.
+
+        inv_variance = (mean of input^2 + epsilon)^-1/2 is None in the INFERENCE phase. Dims are
+        those of ``layernorm``. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
 
         Raises:
             GraphError: if ``epsilon`` is missing, or at ``validate`` if the phase is not set or

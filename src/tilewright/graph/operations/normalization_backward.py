@@ -98,6 +98,9 @@ class NormalizationBackwardMethods(Builder):
     ) -> list[Tensor | None]:
         """[DX, DScale, DBias] of ``layernorm``, from the statistics that its TRAINING phase saves.
 
+        ``grad`` is the gradient of Y and has the input's dim, as DX has; DScale and DBias have the
+        scale's.
+
         Raises:
             GraphError: at ``validate`` if the dims do not fit.
         """
@@ -115,7 +118,7 @@ class NormalizationBackwardMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> list[Tensor | None]:
-        """[DX, DScale, DBias] of ``instancenorm``.
+        """[DX, DScale, DBias] of ``instancenorm``; arguments as for ``layernorm_backward``.
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit.
@@ -136,6 +139,8 @@ class NormalizationBackwardMethods(Builder):
     ) -> list[Tensor | None]:
         """[DX, DScale, DBias] of ``adalayernorm``; the last two have the batch on axis 0.
 
+        Arguments as for ``layernorm_backward``.
+
         Raises:
             GraphError: at ``validate`` if the dims do not fit.
         """
@@ -154,6 +159,8 @@ class NormalizationBackwardMethods(Builder):
         name: str = "",
     ) -> list[Tensor | None]:
         """[DX, DScale, DBias] of ``rmsnorm``; DBias is None unless ``has_dbias``.
+
+        Arguments as for ``layernorm_backward``, without a mean.
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit.

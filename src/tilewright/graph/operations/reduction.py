@@ -59,6 +59,9 @@ class ReductionMethods(Builder):
     ) -> Tensor:
         """Reduce ``input``; call ``set_dim`` on the result, with 1 on the reduced axes.
 
+        ``mode`` is ADD, AVG, MUL, MUL_NO_ZEROS (zeros are left out), MIN, MAX, AMAX (the largest
+        magnitude), NORM1 (the sum of magnitudes) or NORM2 (the root of the sum of squares).
+
         Raises:
             GraphError: at ``validate`` if the result has no dim, or keeps part of an axis.
         """

@@ -94,9 +94,13 @@ class RopeMethods(Builder):
         compute_data_type: object = None,
         name: str = "",
     ) -> Tensor:
-        """Rotate ``input`` (B, H, S, D) by the angles ``freqs``; the module has the formula.
+        """Rotate ``input`` (B, H, S, D) by the angles ``freqs``, in radians.
 
-        The output may be bound to the input's own buffer.
+        Of the first R = ``rope_dim`` elements (0: D) of a head, a pair (x[i], x[i + h]), h = R/2,
+        becomes output_scale (x[i] cos a[i] - x[i + h] sin a[i]) and
+        output_scale (x[i + h] cos a[i + h] + x[i] sin a[i + h]); the rest is output_scale x.
+        ``freqs`` holds a: (B or 1, 1, S, R), or (B or 1, 1, S, R/2) for equal halves. The output
+        may be bound to the input's own buffer. Source: Su and others 2021 (arXiv:2104.09864).
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit or ``rope_dim`` is odd.
@@ -121,6 +125,8 @@ class RopeMethods(Builder):
         name: str = "",
     ) -> Tensor:
         """The gradient of ``rope``'s input from ``dY`` (B, H, S, D), the gradient of its output.
+
+        The other arguments are those of the ``rope`` it belongs to.
 
         Raises:
             GraphError: at ``validate`` if the dims do not fit or ``rope_dim`` is odd.
