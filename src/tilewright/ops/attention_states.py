@@ -43,7 +43,8 @@ def merge_states(
 
     On a GPU this is one graph of pointwise operations, and ``engine`` runs that graph or declines.
     Where gradients are wanted, and on a CPU, it is made of PyTorch's own operations. ``stream`` is
-    where to run; default is the device's current stream. Source: FlashAttention (Dao et al. 2022), section 3.1.
+    where to run; default is the device's current stream.
+    Source: FlashAttention (Dao et al. 2022), section 3.1.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
