@@ -30,11 +30,16 @@ from tilewright.engines.aten import casts
 from tilewright.engines.aten.dense import implements_dense
 from tilewright.engines.aten.registry import Kernel, Operands
 from tilewright.errors import NotSupportedError
+from tilewright.graph.operations.block_scale import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    holds_scales,
+    tile_axes,
+)
 from tilewright.graph.tensor import Tensor as TensorRecord
 
 Tensor = torch.Tensor
 
-TILE_ROWS, TILE_COLUMNS = 128, 4
 _ROW_GROUPS, _ROWS_A_GROUP = 4, 32
 
 # The exponent of the largest number of each element type (emax of OCP MX 1.0, table 1).
@@ -91,7 +96,7 @@ def prepare_block_scale_dequantize(operation: Any, device: torch.device) -> Kern
         raise NotSupportedError(
             f"tensor {out.label()} has dim {out.dim}; dequantizing {source.dim} keeps its dim"
         )
-    blocks = _blocks_of_axes(operation, source, descale)
+    blocks = operation.blocks()
     dtype = casts.compute_dtype((source, descale, out))
     load = casts.loader(source, dtype, device)
     load_scale = _scale_loader(descale, dtype, device)
@@ -203,69 +208,8 @@ def _spread(scale: Tensor, axis: int, block: int, extent: int) -> Tensor:
     return scale.repeat_interleave(block, axis).narrow(axis, 0, extent)
 
 
-def _blocks_of_axes(operation: Any, source: TensorRecord, descale: TensorRecord) -> tuple[int, ...]:
-    """The block's extent on each axis, from block_size and the two dims.
-
-    block_size is a number, for the one axis along which blocks run, or a number an axis (1
-    where they do not), aligned at the last axis.
-    """
-    rank = len(source.dim)
-    given = operation.block_size
-    sizes = (int(given),) if isinstance(given, int) else tuple(int(size) for size in given)
-    if len(descale.dim) != rank or not sizes or len(sizes) > rank or min(sizes) < 1:
-        raise NotSupportedError(
-            f"tensor {descale.label()} has dim {descale.dim} and block_size is {sizes}; expected "
-            f"the rank of the input {source.dim} and positive sizes, at most one an axis"
-        )
-    if len(sizes) > 1:
-        choices = [(1,) * (rank - len(sizes)) + sizes]
-    else:
-        # Where more than one axis fits, blocks run along the last that does.
-        choices = [
-            tuple(sizes[0] if axis == blocked else 1 for axis in range(rank))
-            for blocked in reversed(range(rank))
-        ]
-    for blocks in choices:
-        needed = [-(-extent // block) for extent, block in zip(source.dim, blocks, strict=True)]
-        if _holds(descale, needed):
-            return blocks
-    raise NotSupportedError(
-        f"tensor {descale.label()} has dim {descale.dim}; no axis of {source.dim} has that many "
-        f"blocks of {sizes}"
-    )
-
-
-def _holds(scale: TensorRecord, needed: Sequence[int]) -> bool:
-    """True if the scale tensor has the needed extents, or those padded to whole tiles."""
-    if scale.dim == tuple(needed):
-        return True
-    if scale.reordering_type.name != "F8_128x4":
-        return False
-    row_axis, column_axis = _tile_axes(scale)
-    padded = list(needed)
-    padded[row_axis] = _round_up(needed[row_axis], TILE_ROWS)
-    padded[column_axis] = _round_up(needed[column_axis], TILE_COLUMNS)
-    return scale.dim == tuple(padded)
-
-
-def _tile_axes(scale: TensorRecord) -> tuple[int, int]:
-    """The row axis and the block-column axis of a tiled scale tensor.
-
-    They are the last two; the column axis is the one of stride 1, which a transposed operand
-    has in front.
-    """
-    rank = len(scale.dim)
-    if rank < 2:
-        raise NotSupportedError(
-            f"tensor {scale.label()} has dim {scale.dim}; F8_128x4 takes rank 2 or more"
-        )
-    if scale.stride[rank - 2] == 1 and scale.stride[rank - 1] != 1:
-        return rank - 1, rank - 2
-    return rank - 2, rank - 1
-
-
 def _check_tiled(scale: TensorRecord) -> tuple[int, int]:
-    row_axis, column_axis = _tile_axes(scale)
+    row_axis, column_axis = tile_axes(scale)
     rows, columns = scale.dim[row_axis], scale.dim[column_axis]
     whole = rows % TILE_ROWS == 0 and columns % TILE_COLUMNS == 0
     packed = scale.stride[column_axis] == 1 and scale.stride[row_axis] == columns
@@ -293,7 +237,7 @@ def _scale_loader(scale: TensorRecord, dtype: torch.dtype, device: torch.device)
 def _scale_storer(scale: TensorRecord, needed: tuple[int, ...]) -> casts.Storer:
     """Stores scales of dim ``needed``; tiles are filled up with scales of 0."""
     store = casts.storer(scale)
-    if not _holds(scale, needed):
+    if not holds_scales(scale, needed):
         raise NotSupportedError(
             f"tensor {scale.label()} has dim {scale.dim}; expected {needed}, or with reordering "
             f"F8_128x4 rows and block columns rounded up to {TILE_ROWS} and {TILE_COLUMNS}"
@@ -338,10 +282,6 @@ def _quantized_axis(operation: Any, rank: int) -> int:
 
 def _swapped(dim: Sequence[int]) -> tuple[int, ...]:
     return (*dim[:-2], dim[-1], dim[-2])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _only(ports: Any) -> str:
