@@ -25,10 +25,11 @@ from tilewright.engines.aten.attention_compose import (
 from tilewright.engines.aten.attention_forward import RoundedProducts
 from tilewright.engines.aten.attention_parts import PartBuilder
 from tilewright.engines.aten.attention_spec import read_spec
-from tilewright.engines.aten.block_scale import TILE_COLUMNS, TILE_ROWS, unpack_scales_128x4
+from tilewright.engines.aten.block_scale import unpack_scales_128x4
 from tilewright.engines.aten.registry import Kernel, implements
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import tensor_reordering
+from tilewright.graph.operations.block_scale import TILE_COLUMNS, TILE_ROWS
 
 Tensor = torch.Tensor
 Operands = Mapping[str, Tensor]
