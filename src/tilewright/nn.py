@@ -81,7 +81,9 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize ``x`` (..., N) over its last axis."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return _first(ops.rms_norm(x, self.weight, eps=eps, offset=self.offset))
+        # Without a weight, which would be 1 - offset, there is nothing to add an offset to.
+        offset = 0.0 if self.weight is None else self.offset
+        return _first(ops.rms_norm(x, self.weight, eps=eps, offset=offset))
 
     def extra_repr(self) -> str:
         """PyTorch's, and the offset."""

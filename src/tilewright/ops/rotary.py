@@ -16,6 +16,7 @@ import torch
 
 from tilewright.dtypes import as_data_type
 from tilewright.errors import BindingError
+from tilewright.graph.enums import reshape_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import (
@@ -159,9 +160,9 @@ def _rotate(
         source, c, s = (
             graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
         )
-        _declare_rotation(graph, source, c, s, layout, x.dtype is torch.float64).set_output(
-            True
-        ).set_name("y").set_data_type(x.dtype).set_dim(y.shape).set_stride(y.stride())
+        facts = {"is_double": x.dtype is torch.float64, "is_head_innermost": y.stride(-1) == 1}
+        rotated = _declare_rotation(graph, source, c, s, layout, **facts).set_data_type(x.dtype)
+        rotated.set_output(True).set_name("y").set_dim(y.shape).set_stride(y.stride())
 
     key = (layout, operands_key(inputs), operands_key({"y": y}))
     operation = "rope_backward" if layout.is_backward else "rope"
@@ -200,7 +201,14 @@ _rope = register(
 
 
 def _declare_rotation(
-    graph: DeclaredGraph, x: Tensor, cos: Tensor, sin: Tensor, layout: _Layout, is_double: bool
+    graph: DeclaredGraph,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layout: _Layout,
+    *,
+    is_double: bool,
+    is_head_innermost: bool,
 ) -> Tensor:
     batch, heads, length, depth = x.dim
     width, half = layout.rotary_dim, layout.rotary_dim // 2
@@ -222,8 +230,10 @@ def _declare_rotation(
         pair = (batch, heads, length, half, 1)
         columns = [graph.reshape(y).set_dim(pair).set_data_type(kept) for y in (y1, y2)]
         rotated = graph.concatenate(columns, axis=4).set_data_type(kept)
-        rotated = graph.reshape(rotated).set_dim((batch, heads, length, width)).set_data_type(kept)
-        pieces = [rotated]
+        # Only where the head is innermost do strides alone put the pairs one behind the other.
+        mode = reshape_mode.VIEW_ONLY if is_head_innermost else reshape_mode.LOGICAL
+        rotated = graph.reshape(rotated, reshape_mode=mode).set_dim((*x.dim[:3], width))
+        pieces = [rotated.set_data_type(kept)]
     else:
         pieces = [y1, y2]
     if width < depth:

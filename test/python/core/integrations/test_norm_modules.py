@@ -252,6 +252,8 @@ def test_rms_norm_starts_as_a_plain_normalization() -> None:
     assert torch.equal(offset.weight, torch.zeros(WIDTH))
     torch.testing.assert_close(offset(x), plain(x))
     assert "offset=1.0" in repr(offset)
+    without = nn.RMSNorm(WIDTH, eps=1e-6, elementwise_affine=False, offset=1.0)
+    torch.testing.assert_close(without(x), plain(x))
 
 
 def test_rms_norm_takes_the_epsilon_of_the_type() -> None:

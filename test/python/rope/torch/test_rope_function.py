@@ -93,6 +93,23 @@ def test_inplace_and_layouts() -> None:
     assert torch.equal(x, expected) and not torch.equal(x, kept)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0), (0, 2, 1, 3), (2, 3, 0, 1)])
+def test_every_order_of_axes_in_memory(
+    order: tuple[int, ...], dtype: torch.dtype, interleaved: bool
+) -> None:
+    shape, places = (2, 3, 5, 8), [order.index(axis) for axis in range(4)]
+    x = torch.randn(*(shape[axis] for axis in order), generator=torch.Generator().manual_seed(4))
+    x = x.to(dtype).permute(places)
+    for width in (8, 6):
+        cos, sin = tables(5, width)
+        options = {"interleaved": interleaved, "rotary_dim": width}
+        y = ops.rope(x, cos, sin, **options)
+        assert y.stride() == x.stride()
+        assert torch.equal(y, ops.rope(x.contiguous(), cos, sin, **options))
+
+
 def test_a_second_derivative_is_the_rotation() -> None:
     # A rotation is linear: dx is one of grad, and so is its gradient. It was None, silently.
     generator = torch.Generator().manual_seed(3)
