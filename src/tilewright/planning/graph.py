@@ -103,8 +103,14 @@ class Graph(CallableGraph):
         """
         if self._plans is not None:
             raise GraphError(f"graph {self.name!r} has plans already; planning is one-shot")
-        for mode in heur_modes:
-            heur_mode(mode)
+        try:
+            for mode in heur_modes:
+                heur_mode(mode)
+        except (TypeError, ValueError) as error:
+            accepted = ", ".join(mode.name for mode in heur_mode)
+            raise GraphError(
+                f"heur_modes: got {heur_modes!r}; expected a sequence of heur_mode's {accepted}"
+            ) from error
         self.build_operation_graph()
         self._plans = propose_plans(self, self._device_properties(), self._torch_device())
 
@@ -296,7 +302,10 @@ class Graph(CallableGraph):
 
     def _torch_device(self) -> Any:
         if self.handle is not None:
-            return self.handle.device
+            device = getattr(self.handle, "device", None)
+            if device is None:
+                raise BindingError(_no_handle(self.handle))
+            return device
         from tilewright.launch.handles import default_device
 
         return default_device()
@@ -346,9 +355,11 @@ def _stream(handle: Any) -> Any:
     try:
         return handle.stream
     except AttributeError:
-        raise BindingError(
-            f"handle: got {type(handle).__name__}; expected what tilewright.create_handle gives"
-        ) from None
+        raise BindingError(_no_handle(handle)) from None
+
+
+def _no_handle(handle: Any) -> str:
+    return f"handle: got {type(handle).__name__}; expected what tilewright.create_handle gives"
 
 
 pygraph = Graph

@@ -58,8 +58,10 @@ def _interpreted(
             arguments[name] = binding.views[argument.slot].item()
         elif isinstance(argument, Constant):
             arguments[name] = argument.value
-        elif isinstance(argument, Scratch) and scratch is not None:
-            arguments[name] = scratch[argument.offset_bytes :].view(_SCRATCH_TYPES[kind])
+        elif isinstance(argument, Scratch):
+            # Where no byte is needed there is no workspace, and none of it is read.
+            held = torch.empty(0, dtype=torch.uint8) if scratch is None else scratch
+            arguments[name] = held[argument.offset_bytes :].view(_SCRATCH_TYPES[kind])
     function, grid = kernel.spec.function, kernel.grid
     return lambda: function[grid](**arguments)
 

@@ -283,6 +283,18 @@ def test_a_plan_holds_nothing_of_the_modes_it_is_built_under(mode: Any) -> None:
     assert pack["y"].isfinite().all()
 
 
+@pytest.mark.parametrize("modes", ["zzz", [3], 7, [tw.heur_mode.A, "B+"]])
+def test_modes_and_handles_that_are_none_are_named(modes: Any) -> None:
+    graph, _ = product()
+    with pytest.raises(tw.GraphError, match=r"heur_modes: got .*; expected a sequence of"):
+        graph.build(modes)
+    graph.build(["A", tw.heur_mode.FALLBACK])
+    other = tw.Graph(io_data_type="float32", handle="cpu")
+    other.relu(other.tensor((4,))).set_output(True)
+    with pytest.raises(tw.BindingError, match="handle: got str; expected what"):
+        other.build()
+
+
 def test_planning_is_one_shot() -> None:
     graph, _ = product()
     graph.create_execution_plans([tw.heur_mode.A])

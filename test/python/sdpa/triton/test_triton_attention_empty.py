@@ -1,0 +1,49 @@
+"""Attention of no sequence, no query or no key on Triton's kernels; interpreted without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tilewright import ops
+from tilewright.engines.triton.engine import interpreting
+from tilewright.errors import NotSupportedError
+
+pytestmark = pytest.mark.L0
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    ops.clear_plan_cache()
+    if HAS_GPU:
+        yield
+    else:
+        with interpreting():
+            yield
+    ops.clear_plan_cache()
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "keys"), [(0, 20, 5), (2, 0, 5), (2, 20, 0), (2, 0, 0)], ids=str
+)
+def test_what_is_empty_gives_zeros(batch: int, rows: int, keys: int) -> None:
+    q = torch.ones(batch, 4, rows, 16, device=DEVICE, requires_grad=True)
+    k = torch.ones(batch, 2, keys, 16, device=DEVICE, requires_grad=True)
+    v = torch.ones(batch, 2, keys, 8, device=DEVICE, requires_grad=True)
+    o, stats = ops.sdpa(q, k, v, causal=True, return_stats=True, engine="triton")
+    assert torch.equal(o, torch.zeros(batch, 4, rows, 8, device=DEVICE))
+    assert torch.equal(stats, torch.full((batch, 4, rows), -torch.inf, device=DEVICE))
+    if not batch:
+        with pytest.raises(NotSupportedError, match="no sequence; the kernels take at least one"):
+            o.sum().backward()
+        return
+    o.sum().backward()
+    for operand in (q, k, v):
+        assert operand.grad is not None
+        assert torch.equal(operand.grad, torch.zeros_like(operand))
