@@ -16,7 +16,7 @@ from tilewright.engines.triton.assembling import Assembly
 from tilewright.engines.triton.group_backward_sums import join_kernel
 from tilewright.engines.triton.norm_cut import Cut, cut_integers, cut_rows
 from tilewright.engines.triton.norm_problem import NormProblem
-from tilewright.engines.triton.norm_tiles import place
+from tilewright.engines.triton.norm_tiles import place, tile_columns
 
 _WARPS = 8
 
@@ -66,9 +66,8 @@ def group_parts(
     lane = tl.arange(0, COLUMNS)
     start = part * tiles_a_part
     for tile in range(start, tl.minimum(start + tiles_a_part, tiles_a_row)):
-        run = tile // tiles_a_run
-        column = tile % tiles_a_run * COLUMNS + lane
-        inside = in_rows[:, None] & (column < INNER_COLUMNS)[None, :]
+        run, column, in_columns = tile_columns(tile, tiles_a_run, lane, INNER_COLUMNS, COLUMNS)
+        inside = in_rows[:, None] & in_columns[None, :]
         cell = (run * grad_jump + column * grad_step)[None, :]
         g = tl.load(g_row + cell, mask=inside, other=0.0).to(COMPUTE)
         cell = (run * x_jump + column * x_step)[None, :]
@@ -144,9 +143,8 @@ def group_dx(
     lane = tl.arange(0, COLUMNS)
     start = program // row_blocks * tiles_a_part
     for tile in range(start, tl.minimum(start + tiles_a_part, tiles_a_row)):
-        run = tile // tiles_a_run
-        column = tile % tiles_a_run * COLUMNS + lane
-        inside = in_rows[:, None] & (column < INNER_COLUMNS)[None, :]
+        run, column, in_columns = tile_columns(tile, tiles_a_run, lane, INNER_COLUMNS, COLUMNS)
+        inside = in_rows[:, None] & in_columns[None, :]
         cell = (run * grad_jump + column * grad_step)[None, :]
         g = tl.load(g_row + cell, mask=inside, other=0.0).to(COMPUTE)
         cell = (run * x_jump + column * x_step)[None, :]

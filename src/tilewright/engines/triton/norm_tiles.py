@@ -24,6 +24,14 @@ def place(
 
 
 @triton.jit
+def tile_columns(tile, tiles_a_run, lane, INNER_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where a tile's lanes are: the run, their columns in it, and which of these there are."""
+    run = tile // tiles_a_run
+    column = tile % tiles_a_run * COLUMNS + lane
+    return run, column, column < INNER_COLUMNS
+
+
+@triton.jit
 def load_affine(
     pointer,
     row,

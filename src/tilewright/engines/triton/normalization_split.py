@@ -24,7 +24,7 @@ from tilewright.engines.triton.device_math import narrow
 from tilewright.engines.triton.norm_codegen import TILES, fused_kernel
 from tilewright.engines.triton.norm_cut import cut_integers, cut_rows
 from tilewright.engines.triton.norm_problem import RUNNING, NormProblem, Scratches
-from tilewright.engines.triton.norm_tiles import place, step_running, stored
+from tilewright.engines.triton.norm_tiles import place, step_running, stored, tile_columns
 from tilewright.launch.prepared import Scratch
 from tilewright.launch.workspace import plan_workspace
 
@@ -79,9 +79,7 @@ def norm_parts(
     end = tl.minimum(tile + tiles_a_part, tiles_a_row)
     count = elements_before(end, tiles_a_run, INNER_COLUMNS, COLUMNS)
     count = (count - elements_before(tile, tiles_a_run, INNER_COLUMNS, COLUMNS)).to(COMPUTE)
-    run = tile // tiles_a_run
-    column = tile % tiles_a_run * COLUMNS + lane
-    in_columns = column < INNER_COLUMNS
+    run, column, in_columns = tile_columns(tile, tiles_a_run, lane, INNER_COLUMNS, COLUMNS)
     inside = in_rows[:, None] & in_columns[None, :]
     cell = (run * x_jump + column * x_step)[None, :]
     raw = tl.load(x_row[:, None] + cell, mask=inside, other=0.0)
@@ -94,9 +92,7 @@ def norm_parts(
         sums = values
     squares = values * values
     for following in range(tile + 1, end):
-        run = following // tiles_a_run
-        column = following % tiles_a_run * COLUMNS + lane
-        in_columns = column < INNER_COLUMNS
+        run, column, in_columns = tile_columns(following, tiles_a_run, lane, INNER_COLUMNS, COLUMNS)
         inside = in_rows[:, None] & in_columns[None, :]
         cell = (run * x_jump + column * x_step)[None, :]
         raw = tl.load(x_row[:, None] + cell, mask=inside, other=0.0)
@@ -257,9 +253,7 @@ def norm_apply(
     start = program // row_blocks * tiles_a_part
     # fused: start
     for tile in range(start, tl.minimum(start + tiles_a_part, tiles_a_row)):
-        run = tile // tiles_a_run
-        column = tile % tiles_a_run * COLUMNS + lane
-        in_columns = column < INNER_COLUMNS
+        run, column, in_columns = tile_columns(tile, tiles_a_run, lane, INNER_COLUMNS, COLUMNS)
         inside = in_rows[:, None] & in_columns[None, :]
         cell = (run * x_jump + column * x_step)[None, :]
         raw = tl.load(x_row[:, None] + cell, mask=inside, other=0.0)
