@@ -6,8 +6,10 @@ the attributes as fields, infers what the user left open, and checks what the us
 
 from __future__ import annotations
 
+import sys
+import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -203,11 +205,21 @@ _HINTS: dict[str, Mapping[str, Any]] = {}
 def attribute_hints(record: type[Operation]) -> Mapping[str, Any]:
     """Attribute name -> type hint of a record, in field order."""
     if record.kind not in _HINTS:
-        hints = typing.get_type_hints(record)
-        _HINTS[record.kind] = {
-            name: hints[name] for name in field_names(record) if name not in _COMMON_FIELDS
-        }
+        names = [name for name in field_names(record) if name not in _COMMON_FIELDS]
+        hints = _type_hints(record, frozenset(names))
+        _HINTS[record.kind] = {name: hints[name] for name in names}
     return _HINTS[record.kind]
+
+
+def _type_hints(record: type[Operation], names: Set[str]) -> dict[str, Any]:
+    """The types of these fields; Python 3.10 cannot read those of a class with a bare ClassVar."""
+    hints: dict[str, Any] = {}
+    for base in reversed(record.__mro__):
+        own = vars(base).get("__annotations__", {})
+        fields = {name: own[name] for name in own if name in names}
+        holder = types.SimpleNamespace(__annotations__=fields)
+        hints |= typing.get_type_hints(holder, vars(sys.modules[base.__module__]))
+    return hints
 
 
 def coerce_attributes(record: type[Operation], given: Mapping[str, Any]) -> dict[str, Any]:
