@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,52 @@ if not os.path.exists("/dev/nvidiactl"):
 _GUARD_BYTES = 64
 # All ones is NaN in every floating format that has one, so an element left out shows.
 _POISON = 0xFF
+
+
+# What goes before the code of a child that compiles kernels, and behind it.
+_COMPILING = """
+import json, os
+os.environ.pop("TRITON_INTERPRET", None)
+from tilewright.engines.compiled.compiler import TARGETS, compile_kernel
+told = []
+
+def facts_of(kernel, target):
+    names = list(kernel.spec.function.arg_names)
+    given = [name for name, _ in kernel.spec.types]
+    constants = [name for name, _ in kernel.spec.constants]
+    code = compile_kernel(kernel.spec, target)
+    return {
+        "kernel": kernel.spec.name,
+        "target": target,
+        "bytes": len(code.image),
+        "threads": code.threads,
+        "runtime_in_order": given == [name for name in names if name not in constants],
+        "all_named": sorted(given + constants) == sorted(names),
+        "one_argument_each": len(kernel.arguments) == len(given),
+    }
+"""
+_TELLING = "\nprint(json.dumps(told))\n"
+
+
+@pytest.fixture
+def compiled_facts(run_python: Callable[..., str]) -> Callable[..., list[dict[str, Any]]]:
+    """Return a function (code, *arguments) that compiles kernels in a child, with no GPU needed.
+
+    The code appends ``facts_of(kernel, target)``, and what else it tells, to ``told`` for each
+    kernel of a plan and each of ``TARGETS``. Checked here of each (B18): compile-time parameters
+    are no run-time ones, and the call has one argument for each run-time parameter.
+    """
+
+    def compiled(code: str, *arguments: str) -> list[dict[str, Any]]:
+        found = json.loads(run_python(_COMPILING + code + _TELLING, *arguments))
+        for facts in found:
+            facts["target"] = tuple(facts["target"])
+            assert facts["bytes"] > 1000 and facts["threads"] % 32 == 0, facts
+            assert facts["runtime_in_order"] and facts["all_named"], facts
+            assert facts["one_argument_each"], facts
+        return list(found)
+
+    return compiled
 
 
 @pytest.fixture

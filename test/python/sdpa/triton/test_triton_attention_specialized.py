@@ -18,7 +18,7 @@ from attention_cases.case import Case
 from attention_cases.running import Declared
 
 from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton import attention, attention_specialized
+from tilewright.engines.triton import attention, attention_config
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     choose_config,
@@ -60,7 +60,7 @@ def test_warp_groups_compute_attention(
 ) -> None:
     taken: list[KernelPlan] = []
     if not is_persistent:
-        monkeypatch.setattr(attention_specialized, "SHARED_BYTES", 0)
+        monkeypatch.setattr(attention_config, "DEALT_SHARED_BYTES", 0)
 
     def plan(spec: AttentionSpec, slots: Mapping[int, int], *_: Any) -> KernelPlan:
         config = ForwardConfig(16, 16, 4, 2, programs=3)
