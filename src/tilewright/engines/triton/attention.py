@@ -102,7 +102,7 @@ def attention_forward(
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
     IS_AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    MASKS_ALL: tl.constexpr,
+    MASKS_ALL: tl.constexpr, MASKS_END: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -232,14 +232,15 @@ def attention_forward(
             start, stop = full_start, full_end
         else:
             start, stop = full_end, end
-        if (part == 0 and not HAS_LEFT) or (part != 1 and MASKS_ALL):
+        if (part == 0 and not HAS_LEFT) or (part != 1 and (MASKS_ALL or IN_ORDER)):
             pass
         elif IN_ORDER:
             acc, total, top = attend_in_order(
                 acc, total, top, query, k_at, v_at, k_map, v_map, k_row, v_row, k_col, v_col,
-                batch, key_head, start, stop, row[:, None], count_kv, shift, left, right, factor,
+                batch, key_head, first, end, first_full, end_full, row[:, None], count_kv,
+                shift, left, right, factor,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT, len_kv is None,
-                part != 1 or MASKS_ALL,
+                MASKS_END,
             )  # fmt: skip
         elif part == 1 and IS_AHEAD:
             if first < end:
@@ -303,7 +304,7 @@ def attention_forward(
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
         o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
         o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-        DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2,
+        DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2, len_q is None,
     )  # fmt: skip
 
 
@@ -381,7 +382,8 @@ def _forward(
     )
     is_narrow = spec.left is not None and spec.right is not None
     is_narrow = is_narrow and spec.left + spec.right <= NARROW_BAND
-    arguments.constant(MASKS_ALL=is_narrow and has_own_loop)
+    arguments.constant(MASKS_END=spec.len_kv is not None or spec.keys % config.block_n != 0)
+    arguments.constant(MASKS_ALL=is_narrow and has_own_loop and not config.is_in_order)
     is_mapped = is_aligned and config.has_maps and has_own_loop
     if is_mapped and takes_tensor_maps(spec):
         arguments.tensor_map("k_map", spec.ports["k"], (1, 1, config.block_n, block[0]))
@@ -405,6 +407,7 @@ def _forward(
     is_noted = has_own_loop and bool(notes) and is_plain(spec) and not block_v[1]
     arguments.scratch("spoilt", "*i32", 0 if is_noted else None)
     kernel = arguments.planned(attention_forward, grid, config.warps, config.stages)
+    kernel = replace(kernel, spec=replace(kernel.spec, max_registers=config.max_registers))
     if not is_noted:
         return KernelPlan((kernel,))
     repair = repair_kernel(spec, slots, config, tiles * config.block_m, is_aligned=is_aligned)

@@ -24,8 +24,12 @@ MAX_PACKED_ROWS = 64
 GROUP_WARPS, GROUP_ROWS = 4, 64
 # With more stages the compiler's deal gave wrong results on an H200 (Triton 3.6).
 MAX_DEALT_STAGES = 2
+# Shared memory of a multiprocessor of SM90.
+DEALT_SHARED_BYTES = 227 * 1024
 # Keys and values of heads that are worked on side by side: half of SM90's second-level cache.
 CACHED_BYTES = 24 * 2**20
+# Tiles of a head that are worked on at once see so many keys between them beyond the window of one.
+WINDOW_EXTRA_KEYS = 1024
 # A band of at most so many keys is masked throughout, where a wider one is at its edges only.
 NARROW_BAND = 2048
 # Programs that share a multiprocessor where keys are split, and where their tiles are small.
@@ -66,6 +70,7 @@ class ForwardConfig:
     ``is_ahead``: a block's product is begun before the softmax of the one before it, which pays
     where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
     ``programs``: multiprocessors for the kernel whose warp groups load or compute; 0 is another.
+    ``max_registers`` limits a thread's.
     """
 
     block_m: int
@@ -77,6 +82,7 @@ class ForwardConfig:
     is_in_order: bool = False
     has_maps: bool = False
     programs: int = 0
+    max_registers: int | None = None
     sharing: Sharing | None = None
 
     @property
@@ -111,8 +117,10 @@ class ForwardConfig:
         is_dealt = is_tile and self.programs > 0 and made.stages <= MAX_DEALT_STAGES
         if not made.has_maps or (is_dealt and (knob_type.ROW_BLOCK in knobs or not knobs)):
             return made
-        # Few warps hold a whole tile: two programs share a multiprocessor.
-        return replace(made, programs=0, is_in_order=is_tile, is_ahead=not is_tile)
+        # Few warps hold a whole tile: several programs share a multiprocessor.
+        limit = self.max_registers if is_tile else None
+        made = replace(made, is_in_order=is_tile, is_ahead=not is_tile)
+        return replace(made, programs=0, max_registers=limit)
 
 
 def power_of_two(value: int) -> int:
@@ -163,16 +171,28 @@ def takes_warp_groups(spec: AttentionSpec) -> bool:
     return is_plain(spec) and has_rows and min(whole(spec.depth), whole(spec.depth_v)) >= 128
 
 
+def takes_many_tiles(spec: AttentionSpec, config: ForwardConfig) -> bool:
+    """True if a program of warp groups goes from tile to tile: there is room to load the next."""
+    block, block_v = whole(spec.depth), whole(spec.depth_v)
+    # Stages of everything that is loaded, and a tile of O on its way out.
+    step = config.block_m * block + config.block_n * (block + block_v)
+    elements = config.stages * step + config.block_m * block_v
+    return config.is_specialized and elements * spec.data_type.bits // 8 <= DEALT_SHARED_BYTES
+
+
 def heads_at_a_time(spec: AttentionSpec) -> int:
     """Query heads of which tiles are worked on side by side, before those of the next heads.
 
     Under a causal mask, whose tiles of one head take different times, as many as have keys and
-    values that stay in the second-level cache together.
+    values that stay in the second-level cache together; of a window, those within it.
     """
     if spec.right is None:
         return 1
     width = whole(spec.depth) + whole(spec.depth_v)
-    head_bytes = max(spec.keys, 1) * width * spec.data_type.bits // 8
+    keys = max(spec.keys, 1)
+    if spec.left is not None:
+        keys = min(keys, spec.left + spec.right + WINDOW_EXTRA_KEYS)
+    head_bytes = keys * width * spec.data_type.bits // 8
     heads = max(1, CACHED_BYTES // head_bytes) * spec.group
     return min(heads, spec.batch * spec.heads_q)
 
@@ -190,8 +210,9 @@ def choose_config(
             tile = ForwardConfig(2 * GROUP_ROWS, 128 if width <= 128 else 64, GROUP_WARPS, 2)
             return replace(tile, is_ahead=True, has_maps=True, programs=sm_count)
         if is_plain(spec) and spec.rows > 64 and width <= 64:
-            # Two programs a multiprocessor, of which one multiplies beside the other's softmax.
-            return ForwardConfig(128, 64, 4, 3, is_in_order=True, has_maps=True)
+            # Three programs a multiprocessor, of which one multiplies beside the others' softmax.
+            tile = ForwardConfig(128, 64, 4, 3, is_in_order=True, has_maps=True)
+            return replace(tile, max_registers=SMALL_PROGRAM_REGISTERS)
         tile = _tile(spec, has_room=True)
         if is_plain(spec) and spec.rows > 64:
             # Hidden values are marked by a kernel of its own: sums have room.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
-from tilewright.engines.triton.attention_config import ForwardConfig, power_of_two
+from tilewright.engines.triton.attention_config import ForwardConfig, power_of_two, takes_many_tiles
 from tilewright.engines.triton.attention_spec import AttentionSpec
 
 
@@ -30,10 +30,12 @@ class DeviceFacts:
     ``matrix_tflop_s`` is what products of 16-bit operands sustain on the whole device,
     ``exponentials_a_us`` what one multiprocessor makes, ``copy_tb_s`` the rate of a copy, and
     ``cache_factor`` how much faster keys come that other programs have read. A turn waits for
-    ``turn_us + wait_us / stages``. A program of few warps starts in ``start_us``, one of eight in
-    ``start_of_eight_us``. Scores of a tile of fewer than 128 rows cost ``small_tile_factor`` more,
-    the first ``ramp_us`` of reading twice, and a masked block as much as another one. A combination
-    takes ``combine_us`` and ``combine_run_us`` a run. Where warp groups take turns, scores cost
+    ``turn_us + wait_us / stages``. A program of few warps starts in ``start_us``, as does a tile of
+    a program that takes many, and one of eight in ``start_of_eight_us``. Scores of a tile of fewer
+    than 128 rows cost ``small_tile_factor`` more, and the first ``ramp_us`` of reading twice.
+    Masking a block costs as much as the block, or ``hiding`` of it where all blocks are in one
+    loop. A combination takes ``combine_us`` and ``combine_run_us`` a run. Where warp groups take
+    turns, scores cost
     ``dealt_factor`` of that.
     """
 
@@ -52,6 +54,7 @@ class DeviceFacts:
     cache_factor: float = 2.0
     ramp_us: float = 6.0
     dealt_factor: float = 0.8
+    hiding: float = 0.25
     combine_us: float = 4.2
     combine_run_us: float = 0.23
 
@@ -67,6 +70,8 @@ DEVICE_FACTS: tuple[DeviceFacts, ...] = (
 _GENERAL = DEVICE_FACTS[0]
 # Registers of a multiprocessor serve so many warps of kernels that use most of a thread's.
 _WARPS_AT_ONCE = 8
+# And so many of kernels whose threads are limited to SMALL_PROGRAM_REGISTERS.
+_LIMITED_WARPS_AT_ONCE = 12
 # Tiles of rows that are looked at for how much of them a band lets through.
 _SAMPLED_TILES = 32
 # Products of float32 operands go without tensor cores.
@@ -102,8 +107,13 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
     tiles = -(-spec.rows // config.block_m)
     programs = tiles * spec.batch * spec.heads_q
     mean, longest = turns_of(spec, config)
+    masked = _masked_turns(spec, config)
+    masked *= facts.hiding if config.is_specialized or config.is_in_order else 1.0
+    mean, longest = mean + masked, longest + masked
     at_once = min(_programs_at_once(spec, config, facts), -(-programs // facts.multiprocessors))
+    # A program that takes tile after tile loads for the next one early.
     is_large = config.warps >= 8 or config.is_specialized
+    is_large = is_large and not takes_many_tiles(spec, config)
     start = facts.start_of_eight_us if is_large else facts.start_us
     turn = _turn_us(spec, config, facts, at_once)
     rounds = -(-programs // (facts.multiprocessors * at_once))
@@ -114,7 +124,7 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
 
 def _few_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts) -> float:
     units = spec.batch * spec.heads_kv
-    turns = -(-turns_of(spec, config)[0] // config.splits)
+    turns = -(-(turns_of(spec, config)[0] + _masked_turns(spec, config)) // config.splits)
     at_once = _programs_at_once(spec, config, facts)
     rounds = -(-units * config.splits // (facts.multiprocessors * at_once))
     read = units * min(spec.keys, turns * config.splits * config.block_n) * _bytes_a_key(spec)
@@ -142,10 +152,13 @@ def turns_of(spec: AttentionSpec, config: ForwardConfig) -> tuple[float, float]:
         end = spec.keys if spec.right is None else min(spec.keys, last + spec.right + 1)
         start = start // config.block_n * config.block_n
         counts.append(max(0, -(-(end - start) // config.block_n)))
-    # At each edge as many blocks are masked as a tile's rows are long.
+    return sum(counts) / len(counts), float(max(counts))
+
+
+def _masked_turns(spec: AttentionSpec, config: ForwardConfig) -> int:
+    """Blocks of a tile that are masked: at each edge as many as its rows are long."""
     edges = (spec.left is not None) + (spec.right is not None)
-    masked = edges * max(1, config.block_m // config.block_n)
-    return sum(counts) / len(counts) + masked, max(counts) + masked
+    return edges * max(1, config.block_m // config.block_n)
 
 
 def _turn_us(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts, at_once: int) -> float:
@@ -176,7 +189,8 @@ def _programs_at_once(spec: AttentionSpec, config: ForwardConfig, facts: DeviceF
     if config.is_specialized:
         return 1
     by_memory = facts.shared_kib * 1024 // max(used, 1)
-    return max(1, min(by_memory, _WARPS_AT_ONCE // config.warps))
+    warps = _WARPS_AT_ONCE if config.max_registers is None else _LIMITED_WARPS_AT_ONCE
+    return max(1, min(by_memory, warps // config.warps))
 
 
 def _bytes_a_key(spec: AttentionSpec) -> int:

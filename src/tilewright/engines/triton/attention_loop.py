@@ -155,8 +155,9 @@ def is_spoilt(acc, acc_2, HAS_SECOND: tl.constexpr):
 @triton.jit
 def note_rows(notes, acc, place, in_rows):
     """Note of each row whether its sums are not finite, for ``attention_repair``."""
-    is_finite = (tl.abs(acc) < float("inf")).to(tl.int32)
-    tl.store(notes + place, ((tl.min(is_finite, 1) == 0) & in_rows).to(tl.int32))
+    # 0 times infinity is NaN, which no number is equal to.
+    is_noted = tl.sum(acc * 0.0, 1) != 0.0
+    tl.store(notes + place, (is_noted & in_rows).to(tl.int32))
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Loops of attention forward for plain scores, scaled and masked by lengths and a band alone.
 
 The sums are those of ``attention_loop.py``. ``attend_ahead`` asks for a product early;
-``attend_in_order`` is for two programs a multiprocessor, of which one multiplies beside the other's
-exponentials.
+``attend_in_order`` is for several programs a multiprocessor, of which one multiplies beside the
+others' exponentials.
 """
 
 import triton
@@ -10,8 +10,9 @@ import triton.language as tl
 from triton.language import core
 
 from tilewright.engines.compiled.bf16 import dot
+from tilewright.engines.triton.attention_assembly import hide_after, hide_before, settled
 from tilewright.engines.triton.attention_loop import load_piece
-from tilewright.engines.triton.attention_masks import visible
+from tilewright.engines.triton.attention_masks import LOWEST, visible
 
 
 @triton.jit
@@ -135,46 +136,51 @@ def attend_ahead(
 @triton.jit
 def attend_in_order(
     acc, total, top, q, k_at, v_at, k_map, v_map, k_row, v_row, k_col, v_col,
-    batch, key_head, start, stop, row, len_kv, shift, left, right, scale,
+    batch, key_head, start, end, open_start, open_end, row, len_kv, shift, left, right, scale,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    MASKS_END: tl.constexpr,
 ):  # fmt: skip
-    """Keys [start, stop) of plain scores, one product after the other; as ``attend``.
+    """Keys [start, end) of plain scores, one product after the other; as ``attend``.
 
-    For tiles of few warps, of which two share a multiprocessor: one multiplies while the other
-    takes exponentials. ``scale`` and IS_WHOLE are those of ``attend_ahead``.
+    For tiles of few warps, of which several share a multiprocessor: one multiplies while another
+    takes exponentials. All blocks are in one loop, so that its loads never drain; keys within
+    [open_start, open_end) are seen by every row. MASKS_END: the last block may pass the last key.
+    ``scale`` and IS_WHOLE are those of ``attend_ahead``.
     """
     within = tl.arange(0, BLOCK_N)
     v_token = within.to(tl.int64) * v_row * UNIT
-    for first in range(start, stop, BLOCK_N):
+    # A row sees the keys low .. high.
+    low, high = row + (shift - left + 1), row * 0 + (len_kv - 1)
+    if HAS_RIGHT:
+        high = tl.minimum(row + (shift + right), len_kv - 1)
+    for first in range(start, end, BLOCK_N):
         first = core.to_tensor(first)
         score = raw_scores(
             q, q, k_at, k_map, k_row, k_col, batch, key_head, first, len_kv,
             D, D_BLOCK, 0, BLOCK_N, UNIT,
         )  # fmt: skip
-        if IS_MASKED:
-            seen = visible(
-                row, (first + within)[None, :], 2147483647, len_kv, shift, left, right,
-                HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-            score = tl.where(seen, score, -float("inf"))
+        if HAS_RIGHT or MASKS_END:
+            score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
+        if HAS_LEFT:
+            score = hide_before(score, first, within[None, :], low, first >= open_start)
         new_top = tl.maximum(top, tl.max(score, 1) * scale)
         level = new_top
-        if IS_MASKED:
-            level = tl.where(new_top == -float("inf"), 0.0, new_top)
+        if HAS_LEFT or HAS_RIGHT or MASKS_END:
+            # exp2(-inf + inf) would be NaN.
+            level = tl.maximum(new_top, LOWEST)
         weights = tl.exp2(score * scale - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
         top = new_top
         acc = acc * fade[:, None]
         weights = weights.to(q.dtype)
-        if v_map is not None and (IS_WHOLE or not IS_MASKED):
+        if v_map is not None and IS_WHOLE:
             v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
         else:
             at = v_at + first.to(tl.int64) * v_row * UNIT
             in_keys = first + within < len_kv
-            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, IS_MASKED)
-        acc = dot(weights, v, acc)
+            v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, True)
+        acc = settled(dot(weights, v, acc))
     return acc, total, top

@@ -12,6 +12,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MASK_TILE = tl.constexpr(128)
+# The least finite number of float32.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit

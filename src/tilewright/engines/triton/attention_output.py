@@ -46,12 +46,13 @@ def store_rows(
     o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
     o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     DV: tl.constexpr, DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr, O_UNIT: tl.constexpr,
-    STATS_LOG2: tl.constexpr,
+    STATS_LOG2: tl.constexpr, IS_WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """O = acc / total * factor and the statistics of rows (``head`` a scalar or one a row).
 
     Rows that are not ``in_rows`` are beyond the length: they are 0 and -inf where the output is
-    dense, and have no place where it is ragged. A row whose total is 0 sees nothing.
+    dense, and have no place where it is ragged. A row whose total is 0 sees nothing. IS_WHOLE:
+    all declared rows are ``in_rows``.
     """
     total = tl.where(in_rows, total, 0.0)
     is_empty = total == 0.0
@@ -60,10 +61,14 @@ def store_rows(
     o_at = row_offsets(
         row, o_offsets, batch, head, o_offset_step, o_multiplier, o_batch, o_head, o_row, O_UNIT
     )
-    acc = tl.where(in_rows[:, None], acc * weight[:, None], 0.0)
+    acc = acc * weight[:, None]
+    if not IS_WHOLE:
+        acc = tl.where(in_rows[:, None], acc, 0.0)
     store_piece(o, o_at, in_o, o_col, acc, 0, DV_BLOCK, DV)
     if DV_BLOCK_2 > 0:
-        acc_2 = tl.where(in_rows[:, None], acc_2 * weight[:, None], 0.0)
+        acc_2 = acc_2 * weight[:, None]
+        if not IS_WHOLE:
+            acc_2 = tl.where(in_rows[:, None], acc_2, 0.0)
         store_piece(o, o_at, in_o, o_col, acc_2, DV_BLOCK, DV_BLOCK_2, DV)
     top = tl.where(is_empty, -float("inf"), top)
     if stats is not None:

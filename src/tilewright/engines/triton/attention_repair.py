@@ -94,7 +94,7 @@ def attention_repair(
                     acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_rows & noted,
                     o, None, None, None, None, None, None, None,
                     o_batch, o_head, o_row, o_col, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                    0, 0, 0, 0, 1, 1, 1, 1, DV, DV_BLOCK, 0, O_UNIT, False,
+                    0, 0, 0, 0, 1, 1, 1, 1, DV, DV_BLOCK, 0, O_UNIT, False, True,
                 )  # fmt: skip
 
 

@@ -5,13 +5,16 @@ to warp groups: one issues the copies of keys and values, two have half of a til
 meet at no barrier, so that one multiplies while the other takes exponentials. It does so for one
 loop over keys a tile and for no branches, hence:
 
-- every block of keys is masked alike (``limit`` and ``floor`` of a row), full ones too;
+- scores are hidden by one operation of every block, which passes by those that need it not
+  (``attention_assembly``);
 - values that a row must not see are not looked for here. Each row notes if its sums are not finite,
   and where masks hide keys ``attention_repair`` makes the tiles of such rows again;
 - the rows of Q come through a map that has them on two axes, since the compiler moves the second
   half of the rows along the first axis.
 
-Programs are as many as multiprocessors where shared memory has room for the next tile's queries.
+Programs are as many as multiprocessors where shared memory has room for the next tile's queries. A
+window goes from its last keys to its first, so that of a head's tiles that run side by side one
+after the other meets keys that none has read, and not all of them in their first block.
 Source: FlashAttention-3 (Shah et al. 2024) for warp groups that alternate.
 """
 
@@ -27,9 +30,15 @@ from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton.attention_addresses import row_offsets, tile_of
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_config import ForwardConfig, heads_at_a_time, whole
+from tilewright.engines.triton.attention_assembly import hide_after, hide_before
+from tilewright.engines.triton.attention_config import (
+    ForwardConfig,
+    heads_at_a_time,
+    takes_many_tiles,
+    whole,
+)
 from tilewright.engines.triton.attention_loop import load_piece, note_rows, scalar_value
-from tilewright.engines.triton.attention_masks import LOG2_E
+from tilewright.engines.triton.attention_masks import LOG2_E, LOWEST
 from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
 from tilewright.engines.triton.attention_spec import AttentionSpec
@@ -37,7 +46,6 @@ from tilewright.launch.tensor_maps import map_decline_reason
 
 # Compilers whose deal of warps is known to be right and quick; later ones refuse the map of Q.
 _COMPILERS = ("3.6.",)
-SHARED_BYTES = 227 * 1024
 _MANY = 2**31 - 1
 
 
@@ -69,12 +77,19 @@ def attend_tile(
     else:
         at = row_offsets(row, None, batch, head, 0, 1, q_batch, q_head, q_row, UNIT)
         query = load_piece(q, at, in_rows, q_col, 0, D_BLOCK, D, False, True)
-    start = 0
-    end = keys
+    # Keys that a row sees, those that some row of the tile sees, and those that all of them see.
+    start, open_start = 0, 0
+    end, open_end = keys, keys
+    low, high = row[:, None] * 0, row[:, None] * 0 + keys - 1
     if HAS_RIGHT:
         end = tl.minimum(keys, first_row + BLOCK_M + shift + right)
+        open_end = tl.minimum(keys, first_row + shift + right + 1)
+        high = tl.minimum(row + (shift + right), keys - 1)[:, None]
     if HAS_LEFT:
         start = tl.maximum(first_row + shift - left + 1, 0) // BLOCK_N * BLOCK_N
+        open_start = first_row + BLOCK_M + shift - left
+        low = (row + (shift - left + 1))[:, None]
+        last_start = start + (tl.maximum(end - start, 1) - 1) // BLOCK_N * BLOCK_N
     within = tl.arange(0, BLOCK_N)
     if k_map is None:
         k_at = k + row_offsets(tile * 0, None, batch, key_head, 0, 1, k_batch, k_head, 0, UNIT)
@@ -85,6 +100,9 @@ def attend_tile(
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     for first in tl.range(start, end, BLOCK_N, warp_specialize=k_map is not None):
         first = core.to_tensor(first)
+        if HAS_LEFT:
+            # From the right.
+            first = start + last_start - first
         if k_map is not None:
             block = tl.reshape(k_map.load([batch, key_head, first, 0]), (BLOCK_N, D_BLOCK)).T
         else:
@@ -92,22 +110,15 @@ def attend_tile(
             at = key.to(tl.int64) * k_row * UNIT
             block = load_piece(k_at, at, key < keys, k_col, 0, D_BLOCK, D, True, True)
         score = dot(query, block, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        # A row sees the columns between its bounds; compared with numbers that a lane knows.
         if HAS_RIGHT or MASKS_END:
-            last = keys - 1 - first
-            if HAS_RIGHT:
-                last = tl.minimum(row + (shift + right), keys - 1)[:, None] - first
-            seen = within[None, :] <= last
-            if HAS_LEFT:
-                seen = seen & (within[None, :] > (row + (shift - left))[:, None] - first)
-            score = tl.where(seen, score, -float("inf"))
-        elif HAS_LEFT:
-            seen = within[None, :] > (row + (shift - left))[:, None] - first
-            score = tl.where(seen, score, -float("inf"))
+            score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
+        if HAS_LEFT:
+            score = hide_before(score, first, within[None, :], low, first >= open_start)
         new_top = tl.maximum(top, tl.max(score, 1) * factor)
         level = new_top
         if HAS_LEFT or HAS_RIGHT:
-            level = tl.where(new_top == -float("inf"), 0.0, new_top)
+            # exp2(-inf + inf) would be NaN.
+            level = tl.maximum(new_top, LOWEST)
         weights = tl.exp2(score * factor - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
@@ -134,7 +145,7 @@ def attend_tile(
         o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
         0, 0, 0, 0, 1, 1, 1, 1,
-        DV, DV_BLOCK, 0, O_UNIT, STATS_LOG2,
+        DV, DV_BLOCK, 0, O_UNIT, STATS_LOG2, True,
     )  # fmt: skip
 
 
@@ -155,29 +166,32 @@ def attention_forward_specialized(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASKS_END: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
-    IS_PERSISTENT: tl.constexpr,
+    IS_PERSISTENT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     factor = scalar_value(scale).to(tl.float32) * LOG2_E
     shift = 0
     if BOTTOM_RIGHT:
         shift = keys - rows
     if IS_PERSISTENT:
-        # The tiles of a head in pairs of a long and a short one, where later rows see more.
-        units = tiles
-        if LAST_FIRST:
-            units = tl.cdiv(tiles, 2)
         programs = tl.num_programs(0)
-        steps = tl.cdiv(units * all_heads - tl.program_id(0), programs)
-        if LAST_FIRST:
-            steps = steps * 2
+        own = tl.program_id(0)
+        count = tiles * all_heads
+        if IN_PAIRS:
+            # The tiles of a head in pairs of a long and a short one.
+            units = tl.cdiv(tiles, 2)
+            steps = tl.cdiv(units * all_heads - own, programs) * 2
+        else:
+            # Every other round of tiles is dealt backwards, as they become shorter.
+            last_own = tl.where(count // programs % 2 == 0, own, programs - 1 - own)
+            steps = count // programs + (last_own < count % programs).to(tl.int32)
         for step in tl.range(0, steps):
-            if LAST_FIRST:
-                unit = tl.program_id(0) + step // 2 * programs
+            if IN_PAIRS:
+                unit = own + step // 2 * programs
                 tile = tl.where(step % 2 == 0, tiles - 1 - unit % units, unit % units)
+                both = unit // units
             else:
-                unit = tl.program_id(0) + step * programs
-                tile = unit % units
-            both = unit // units
+                unit = step * programs + tl.where(step % 2 == 0, own, programs - 1 - own)
+                tile, both = tile_of(unit, tiles, group_heads, all_heads, LAST_FIRST)
             attend_tile(
                 tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
                 q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
@@ -217,11 +231,7 @@ def specialized_plan(
     tiles = triton.cdiv(spec.rows, config.block_m)
     all_heads = spec.batch * spec.heads_q
     block, block_v = whole(spec.depth), whole(spec.depth_v)
-    item_bytes = spec.data_type.bits // 8
-    # Stages of everything that is loaded, and a tile of O on its way out.
-    step = config.block_m * block + config.block_n * (block + block_v)
-    used_bytes = (config.stages * step + config.block_m * block_v) * item_bytes
-    is_persistent = used_bytes <= SHARED_BYTES
+    is_persistent = takes_many_tiles(spec, config)
     arguments.extent("tiles", tiles)
     arguments.extent("group_heads", heads_at_a_time(spec))
     arguments.extent("all_heads", all_heads)
@@ -234,6 +244,7 @@ def specialized_plan(
         MASKS_END=spec.keys % config.block_n != 0,
         LAST_FIRST=spec.right is not None,
         IS_PERSISTENT=is_persistent,
+        IN_PAIRS=spec.right is not None and spec.left is None,
     )
     if is_aligned:
         box = (1, 1, config.block_n)
