@@ -13,11 +13,14 @@ from tilewright.engines.triton.attention_config import (
     PROGRAMS_A_MULTIPROCESSOR,
     choose_config,
     choose_decode_config,
+    heads_at_a_time,
     pieces,
     ranked_configs,
+    takes_many_tiles,
     whole,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
+from tilewright.graph.enums import knob_type
 from tilewright.launch.tensor_maps import TensorMap
 
 pytestmark = pytest.mark.L0
@@ -139,6 +142,39 @@ def test_programs_that_share_a_multiprocessor_fit(depth: int) -> None:
         assert count * used <= 227 * 1024
         if config.sharing.max_registers is not None:
             assert count * config.warps * 32 * config.sharing.max_registers <= 65536
+
+
+def test_three_programs_of_small_heads_share_a_multiprocessor() -> None:
+    config = choose_config(spec_of(depth=64), 132)
+    assert config.is_in_order and config.max_registers is not None
+    assert 3 * config.warps * 32 * config.max_registers <= 65536
+    # Queries, and stages of keys and values, of two bytes; a KiB a program is the driver's.
+    used = (config.block_m + 2 * config.stages * config.block_n) * 64 * 2 + 2 * 1024
+    assert 3 * used <= 228 * 1024
+    # Another tile is not held to it.
+    for knobs in ({knob_type.TILE_M: 64}, {knob_type.WARPS: 8}):
+        assert config.with_knobs(knobs).max_registers is None
+
+
+def test_a_program_of_warp_groups_takes_many_tiles_where_the_next_one_has_room() -> None:
+    for depth, is_room in ((128, True), (256, False)):
+        spec = spec_of(depth=depth)
+        config = choose_config(spec, 132, deals_warps=True)
+        assert config.is_specialized
+        assert takes_many_tiles(spec, config) is is_room
+        assert not takes_many_tiles(spec, choose_config(spec, 132))
+
+
+def test_heads_side_by_side_share_the_second_level_cache() -> None:
+    causal = {"use_causal_mask": True}
+    counts = [
+        heads_at_a_time(spec_of(16384, 16384, heads=(64, 64), **masks))
+        for masks in ({}, causal, {**causal, "sliding_window_length": 1024})
+    ]
+    # 8 MiB a head of whole keys and values, and 1 MiB of a window's.
+    assert counts == [1, 3, 24]
+    assert heads_at_a_time(spec_of(16384, 16384, heads=(64, 8), **causal)) == 24
+    assert heads_at_a_time(spec_of(2048, 2048, heads=(4, 4), batch=1, **causal)) == 4
 
 
 def test_only_parts_that_can_start_a_kernel_early_do() -> None:
