@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli import options, output
+from tilewright.cli import files, options, output
 from tilewright.cli.exits import ExitCode, fail
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def execute(arguments: argparse.Namespace) -> ExitCode:
     if arguments.signature:
         output.print_lines(f"{family.name}\n{family.signature}" for family in families)
         return ExitCode.OK
+    if arguments.json not in (None, "-"):
+        files.check_writable(Path(arguments.json))
     report = _run(arguments, families)
     if arguments.json == "-":
         output.print_json(report.document())

@@ -68,6 +68,14 @@ def test_wrong_usage(verify: Verify, arguments: list[str], words: str) -> None:
     assert "Traceback" not in ran.err
 
 
+def test_a_file_that_cannot_be_written_is_told_before_any_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "rope", "--json", "/dev/null/x"]) == 2
+    told = capsys.readouterr()
+    assert "/dev/null/x: cannot be written" in told.err and not told.out
+
+
 def test_targets_in_a_file(verify: Verify, stranger: Path) -> None:
     assert verify("matmul", "--target", f"{stranger}:product").code == 0
     ran = verify("matmul", "--target", f"{stranger}:off")
