@@ -279,6 +279,8 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
     packed = spec.rows * spec.group
     if spec.rows > MAX_DECODE_ROWS or packed > MAX_PACKED_ROWS:
         return None
+    if spec.batch < 1 or spec.keys < 1:
+        return None
     if spec.has_philox or spec.has_drop_mask or spec.has_block_mask:
         return None
     width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))
