@@ -67,14 +67,15 @@ class Constant:
 
 @record(frozen=True)
 class TensorMap:
-    """A tensor-map argument: the operand of ``slot`` as the copy engine sees it.
+    """A tensor-map argument: an operand, or a piece of the workspace, as the copy engine sees it.
 
     ``tilewright.launch.tensor_maps`` makes and encodes them.
 
     ``dim`` and ``stride`` are in elements, outermost axis first, the last stride 1; ``box`` is
     what one copy moves; ``swizzle_bytes`` is the width of the swizzle in shared memory. With
     ``is_flat`` the operand is a ragged one: its second axis from the end (rows of all sequences,
-    one after another) reaches as far as the bytes that a call's buffer owns.
+    one after another) reaches as far as the bytes that a call's buffer owns. A piece of the
+    workspace begins ``scratch_bytes`` from its start, and has ``slot`` -1.
     """
 
     slot: int
@@ -85,6 +86,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle_bytes: int
     is_flat: bool = False
+    scratch_bytes: int | None = None
 
     @property
     def rank(self) -> int:
@@ -233,7 +235,10 @@ class BoundLaunch:
             BindingError: if an operand's address does not suit its tensor map.
         """
         for number, (offset, encoder) in enumerate(self._launch.maps):
-            start, stop = starts[encoder.slot], stops[encoder.slot]
+            if encoder.scratch_bytes is None:
+                start, stop = starts[encoder.slot], stops[encoder.slot]
+            else:
+                start = stop = scratch + encoder.scratch_bytes
             if self._mapped[number] != (start, stop):
                 self.block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start, stop)
                 self._mapped[number] = (start, stop)

@@ -8,6 +8,7 @@ head never touches the next one. Source: cuTensorMapEncodeTiled in the CUDA driv
 from __future__ import annotations
 
 import ctypes
+import math
 
 from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
@@ -62,6 +63,21 @@ def tensor_map(
     )
 
 
+def scratch_map(
+    label: str,
+    data_type: DataType,
+    offset_bytes: int,
+    dim: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle_bytes: int = 128,
+) -> TensorMap:
+    """The map of a contiguous array in the workspace, ``offset_bytes`` from its start."""
+    stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(len(dim)))
+    return TensorMap(
+        -1, label, data_type, dim, stride, box, swizzle_bytes, scratch_bytes=offset_bytes
+    )
+
+
 def map_decline_reason(tensor: Tensor, *, is_flat: bool = False) -> str | None:
     """Why no tensor map describes the declaration, or None if one does.
 
@@ -105,6 +121,7 @@ class TensorMapEncoder:
     def __init__(self, argument: TensorMap) -> None:
         self.slot = argument.slot
         self.is_flat = argument.is_flat
+        self.scratch_bytes = argument.scratch_bytes
         self._label = argument.label
         self._argument = argument
         # (bytes that the operand owns if that matters, its map); replaced as a whole.

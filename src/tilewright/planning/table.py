@@ -165,8 +165,8 @@ _HOPPER_ROWS = (
         INDICES,
         devices=frozenset({"cuda"}),
         compute_capabilities=frozenset({(9, 0)}),
-        note="16-bit; head sizes to 256; bands, GQA, ragged, sinks; dQ in a fixed order, "
-        "up to 64 in none unless asked for",
+        note="16-bit; head sizes to 256; bands, GQA, lengths, ragged, sinks; dQ in a fixed order, "
+        "up to 128 in none unless asked for",
     ),
 )
 

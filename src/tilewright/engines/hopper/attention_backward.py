@@ -1,8 +1,8 @@
 """Attention backward on SM90: the launches of its kernels.
 
-Head sizes up to 64 have one pass that makes dK and dV and adds up dQ in memory, in no fixed order.
-Where ``use_deterministic_algorithm`` asks for one, and for other head sizes, dQ has a kernel of its
-own: two of the seven products are made twice, and that measured quicker than the additions.
+Head sizes up to 128 have one pass that makes dK and dV and adds up dQ in memory, in no fixed order.
+Where ``use_deterministic_algorithm`` asks for one, and for larger head sizes, dQ has a kernel of
+its own, and two of seven products are made twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
@@ -29,38 +30,48 @@ from tilewright.engines.hopper.attention_backward_rows import (
 )
 from tilewright.engines.hopper.attention_backward_spec import BackwardSpec, read_backward
 from tilewright.engines.hopper.attention_backward_wide import attention_backward_wide
-from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.map_types import box_type, map_type
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, Scratch
-from tilewright.launch.tensor_maps import tensor_map
+from tilewright.launch.tensor_maps import scratch_map, tensor_map
 from tilewright.launch.workspace import plan_workspace
 
 # Keys of a program, and rows that a program before or behind the products has; see
 # ``attention_backward_kernel``.
 _BLOCK_KEYS, _BLOCK_ROWS = 128, 64
+# Rows of dQ that a consumer adds up at a time.
+_PIECE_ROWS = 64
 # Rows are padded to this in the workspace.
 _PADDED_TO = 128
-# Rows of a tile and slots for tiles of Q: where dQ is added up, and else by the width of the
-# products.
-_TILES_WITH_SUMS = (64, 3)
+# Rows of a tile and slots for tiles of Q, by the width of the products: where dQ is added up, and
+# else.
+_TILES_WITH_SUMS = {64: (128, 2), 128: (64, 2)}
 _TILES = {64: (128, 2), 128: (64, 3), 256: (64, 2)}
-# Slots that the barriers have room for, and that a step needs; slots for tiles of dO.
+# Slots that a step needs, and that barriers have room for where dQ is not added up; slots for
+# tiles of dO.
 _FEWEST_SLOTS, _MOST_SLOTS, _SLOTS_O = 2, 3, 2
 # Of the kernel of dQ: rows of a program, and by the width of the products keys of a block, slots
 # for blocks of K and of V.
 _QUERY_ROWS = 128
 _QUERY_TILES = {64: (64, 4, 3), 128: (64, 4, 3), 256: (64, 2, 1)}
 # The widest products whose dQ is added up, and whose dK and dV are made by the same consumers.
-_WIDEST_WITH_SUMS, _WIDEST_TOGETHER = 64, 128
+_WIDEST_WITH_SUMS, _WIDEST_TOGETHER = 128, 128
 # What programs that run at the same time read and add to should stay in L2.
 _L2_BYTES = 50 * 2**20
 _ENTRY_REGISTERS = 168
 _PART_WARPS = 4
 _SINK_ROWS = 1024
+# What only a pass with sums has in the workspace.
+_SUMS = ("sums", "lse_parts", "delta_parts")
 _ITEM_BYTES, _FLOAT_BYTES = 2, 4
+# Numbers of a line of the boxes in which dQ's sums are moved.
+_LINE = 32
+# Columns of row statistics in parts, and the least scale by which they are divided.
+_PARTS = 16
+_LEAST_SCALE = 2.0**-16
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -76,9 +87,10 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     spec, given = _only_spec(graph), dict(knobs)
     rows, stages = tile_of(spec)
     stages = given.get(knob_type.STAGES, stages)
-    if not _FEWEST_SLOTS <= stages <= _MOST_SLOTS:
+    most = _FEWEST_SLOTS if has_sums(spec) else _MOST_SLOTS
+    if not _FEWEST_SLOTS <= stages <= most:
         raise NotSupportedError(
-            f"STAGES={stages}; attention's backward takes {_FEWEST_SLOTS} to {_MOST_SLOTS}"
+            f"STAGES={stages}; attention's backward takes {_FEWEST_SLOTS} to {most} here"
         )
     call = _Call(spec, slot_numbers(graph), rows)
     kernels = [call.prepare(), call.products(stages)]
@@ -94,13 +106,14 @@ def width_of(spec: BackwardSpec) -> int:
 
 
 def has_sums(spec: BackwardSpec) -> bool:
-    """True if dQ is added up in memory."""
-    return not spec.is_deterministic and width_of(spec) <= _WIDEST_WITH_SUMS
+    """True if dQ is added up in memory; Stats are divided by the scale there."""
+    is_narrow = width_of(spec) <= _WIDEST_WITH_SUMS
+    return not spec.is_deterministic and is_narrow and abs(spec.scale) >= _LEAST_SCALE
 
 
 def tile_of(spec: BackwardSpec) -> tuple[int, int]:
     """(rows of a tile, slots for tiles of Q): what measured best."""
-    return _TILES_WITH_SUMS if has_sums(spec) else _TILES[width_of(spec)]
+    return (_TILES_WITH_SUMS if has_sums(spec) else _TILES)[width_of(spec)]
 
 
 def padded(head_size: int) -> int:
@@ -187,12 +200,16 @@ class _Call:
         if self.is_wide:
             self.depth = self.depth_v = width_of(spec)
         self.has_sums = has_sums(spec)
+        # Columns of dQ that a consumer makes: all of half of the rows, or half.
+        self.columns = self.depth if tile_rows == _BLOCK_KEYS else self.depth // 2
         self.lines = spec.batch * spec.heads_q
         self.padded_rows = -(-spec.rows // _PADDED_TO) * _PADDED_TO
         count = self.lines * self.padded_rows * _FLOAT_BYTES
         sizes = [("row statistics", count), ("row products", count)]
         if self.has_sums:
-            sizes.append(("sums of dQ", count * self.depth))
+            parts = count // _FLOAT_BYTES * _PARTS * _ITEM_BYTES
+            sizes += [("sums of dQ", count * self.depth)]
+            sizes += [("parts of Stats", parts), ("parts of Delta", parts)]
         self.scratch = tuple(sizes)
         self.offsets = [piece.offset_bytes for piece in plan_workspace(sizes).pieces]
 
@@ -203,6 +220,13 @@ class _Call:
         for name, tensor in ports.items():
             arguments.pointer(name, tensor, is_aligned=name != "stats")
         self._workspace(arguments)
+        # Without sums the first array keeps their places; nobody looks.
+        at = dict(zip(_SUMS, self.offsets[2:] or [0, 0, 0], strict=True))
+        arguments.add("sums", "*fp32", Scratch(at["sums"]), is_aligned=True)
+        for name in ("lse_parts", "delta_parts"):
+            kind = pointer_type(spec.ports["q"])
+            arguments.add(name, kind, Scratch(at[name]), is_aligned=True)
+        arguments.add("scale", "fp32", Constant(spec.scale))
         arguments.lengths("q", spec.lengths_q, spec.ports["q"])
         for name, tensor in ports.items():
             arguments.starts(name, tensor)
@@ -221,7 +245,9 @@ class _Call:
         self._maps(arguments, self.tile_rows, _BLOCK_KEYS // 2)
         for name, port in (("d_k", "dK"), ("d_v", "dV")):
             arguments.pointer(name, spec.ports[port], is_aligned=True)
-        self._workspace(arguments, with_sums=not self.is_wide)
+        self._workspace(arguments)
+        if not self.is_wide:
+            self._sums(arguments)
         self._sequences(arguments, ("d_k", "d_v"))
         group_bytes = (self.depth + self.depth_v) * _ITEM_BYTES
         if self.has_sums:
@@ -251,7 +277,7 @@ class _Call:
         block, stages, stages_v = _QUERY_TILES[width_of(spec)]
         self._maps(arguments, _QUERY_ROWS // 2, block)
         arguments.pointer("d_q", spec.ports["dQ"], is_aligned=True)
-        self._workspace(arguments, with_sums=False)
+        self._workspace(arguments)
         self._sequences(arguments, ("d_q",))
         head_bytes = spec.keys * (self.depth + self.depth_v) * _ITEM_BYTES
         together = self._together(head_bytes, spec.heads_kv) * spec.group
@@ -280,7 +306,7 @@ class _Call:
         arguments.add("scale", "fp32", Constant(spec.scale))
         arguments.counts(rows=spec.rows, padded_rows=self.padded_rows, heads=spec.heads_q)
         arguments.steps("d_q", d_q)
-        constants = {"DEPTH": self.depth, "WIDTH": spec.depth, "COLUMNS": self.depth // 2}
+        constants = {"DEPTH": self.depth, "WIDTH": spec.depth, "COLUMNS": self.columns}
         constants |= self._sequences_q()
         return arguments.kernel(finish_rows, self._row_blocks(), constants, _PART_WARPS)
 
@@ -349,18 +375,32 @@ class _Call:
         spec, arguments = self.spec, _Arguments(self.slots)
         d_sink = spec.ports["dSink_token"]
         arguments.pointer("sink", spec.ports["sink_token"])
-        self._workspace(arguments, with_sums=False)
+        self._workspace(arguments)
         arguments.pointer("d_sink", d_sink)
         arguments.counts(padded_rows=self.padded_rows, batches=spec.batch, heads=spec.heads_q)
         step = d_sink.stride[1] if spec.heads_q > 1 else 0
         arguments.add("d_sink_head", "i64", Constant(step))
         return arguments.kernel(finish_sinks, spec.heads_q, {"ROWS": _SINK_ROWS}, _PART_WARPS)
 
-    def _workspace(self, arguments: _Arguments, *, with_sums: bool = True) -> None:
-        names = ("lse", "delta", "sums") if with_sums else ("lse", "delta")
-        for name, offset in zip(names, [*self.offsets, 0], strict=False):
-            # Without sums the first array keeps their place; nobody looks.
+    def _workspace(self, arguments: _Arguments) -> None:
+        for name, offset in zip(("lse", "delta"), self.offsets, strict=False):
             arguments.add(name, "*fp32", Scratch(offset), is_aligned=True)
+
+    def _sums(self, arguments: _Arguments) -> None:
+        """DQ's sums and the parts of row statistics as the copy engine has them."""
+        if not self.has_sums:
+            for name in _SUMS:
+                arguments.add(name, "*fp32", Scratch(0), is_aligned=True)
+            return
+        rows, kind = self.lines * self.padded_rows, self.spec.ports["q"].data_type
+        box = (_PIECE_ROWS * self.columns // _LINE, _LINE)
+        given = [(DataType.FLOAT, (rows * self.depth // _LINE, _LINE), box, _LINE * _FLOAT_BYTES)]
+        given += [(kind, (rows, _PARTS), (self.tile_rows, _PARTS), _PARTS * _ITEM_BYTES)] * 2
+        for name, offset, (held, dim, box, swizzle) in zip(
+            _SUMS, self.offsets[2:], given, strict=True
+        ):
+            value = scratch_map(name, held, offset, dim, box, swizzle)
+            arguments.add(name, box_type(held, box), value)
 
 
 def _only_spec(graph: DeclaredGraph) -> BackwardSpec:

@@ -8,9 +8,9 @@ warps own 64 keys each (``attention_backward_consumer``, ``attention_backward_su
     dV += P^T dO,  dK += dS^T Q,    and with MAKES_D_Q   dQ += dS K.
 
 P and dS stay in registers for dV and dK. For dQ, which sums over all keys, the consumers exchange
-dS through shared memory and make half of a tile each, which they add to float32 sums in the order
-in which threads hold them (``attention_backward_rows``). The order of the additions is not fixed,
-so that dQ repeats up to rounding.
+dS through shared memory and make half of a tile each, which the copy engine adds to float32 sums in
+the order in which threads hold them (``attention_backward_rows``). The order of the additions is
+not fixed, so that dQ repeats up to rounding.
 
 Sources: Dao 2023; Shah et al. 2024.
 """
@@ -20,19 +20,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewright.engines.hopper.attention_backward_consumer import consume
+from tilewright.engines.hopper.attention_backward_parts import PARTS
 from tilewright.engines.hopper.attention_backward_places import gradient_of, problem_of, works
 from tilewright.engines.hopper.attention_backward_producer import produce
 from tilewright.engines.hopper.attention_backward_records import (
     KEYS,
+    LINE,
+    PIECE,
     Config,
     Memory,
     Starts,
 )
-from tilewright.engines.hopper.attention_backward_sums import consume_with_sums
+from tilewright.engines.hopper.attention_backward_sums import carry, consume_with_sums
 
 
 @gluon.jit
-def consume_0(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
+def consume_0(
+    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+):
     if works(problem, config):
         if config.MAKES_D_Q:
             consume_with_sums(memory, problem, config, d_k, d_v, 0)
@@ -41,7 +46,9 @@ def consume_0(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
 
 
 @gluon.jit
-def consume_1(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
+def consume_1(
+    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+):
     if works(problem, config):
         if config.MAKES_D_Q:
             consume_with_sums(memory, problem, config, d_k, d_v, 1)
@@ -50,14 +57,24 @@ def consume_1(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
 
 
 @gluon.jit
-def produce_for(q_map, k_map, v_map, d_o_map, memory, problem, config, d_k, d_v):
+def produce_for(
+    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+):
     if works(problem, config):
-        produce(q_map, k_map, v_map, d_o_map, memory, problem, config)
+        produce(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
+
+
+@gluon.jit
+def carry_for(
+    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+):
+    if works(problem, config):
+        carry(sums, memory, problem, config)
 
 
 @gluon.jit
 def attention_backward(
-    q_map, k_map, v_map, d_o_map, d_k, d_v, lse, delta, sums,
+    q_map, k_map, v_map, d_o_map, d_k, d_v, lse, delta, sums, lse_parts, delta_parts,
     lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
     q_starts, q_starts_step, q_unit, d_o_starts, d_o_starts_step, d_o_unit,
     k_starts, k_starts_step, k_unit, v_starts, v_starts_step, v_unit,
@@ -75,7 +92,7 @@ def attention_backward(
         BOTTOM_RIGHT, HAS_TAIL, MAKES_D_Q, LENGTHS_Q, LENGTHS_KV, RAGGED_Q, RAGGED_KV,
     )  # fmt: skip
     problem = problem_of(
-        lse, delta, sums, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
+        lse, delta, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
         Starts(q_starts, q_starts_step, q_unit), Starts(d_o_starts, d_o_starts_step, d_o_unit),
         Starts(k_starts, k_starts_step, k_unit), Starts(v_starts, v_starts_step, v_unit),
         scale, rows, keys, padded_rows, left, right, heads_kv, group, together, config,
@@ -90,34 +107,56 @@ def attention_backward(
     one: gl.constexpr = mbarrier.MBarrierLayout()
     k_memory = gl.allocate_shared_memory(dtype, [2, KEYS, DEPTH], depth_layout)
     d_s_memory = k_memory
+    pieces = k_memory
     if MAKES_D_Q:
         d_s_memory = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], d_s_layout)
+        lines: gl.constexpr = PIECE * config.COLUMNS // LINE
+        pieces = gl.allocate_shared_memory(gl.float32, [2, lines, LINE], sums.layout)
+        parts_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PARTS], dtype)
+        lse_memory = gl.allocate_shared_memory(dtype, [STAGES, ROWS, PARTS], parts_layout)
+        delta_memory = gl.allocate_shared_memory(dtype, [STAGES_O, ROWS, PARTS], parts_layout)
+    else:
+        lse_memory = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+        delta_memory = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     memory = Memory(
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, DEPTH], depth_layout),
         k_memory,
         gl.allocate_shared_memory(dtype, [2, KEYS, DEPTH_V], depth_v_layout),
         gl.allocate_shared_memory(dtype, [STAGES_O, ROWS, DEPTH_V], depth_v_layout),
         d_s_memory,
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
+        pieces,
+        lse_memory,
+        delta_memory,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
         gl.allocate_shared_memory(gl.int64, [STAGES_O, 1], one),
         gl.allocate_shared_memory(gl.int64, [1, 1], one),
     )
     mbarrier.init(memory.keys_full.index(0), count=1)
     for i in gl.static_range(STAGES):
-        # The copy's arrival, and that of the row statistics.
-        mbarrier.init(memory.q_full.index(i), count=2)
+        # The copies' arrival, and that of row statistics that are stored.
+        mbarrier.init(memory.q_full.index(i), count=1 if MAKES_D_Q else 2)
     for i in gl.static_range(STAGES_O):
         mbarrier.init(memory.d_o_full.index(i), count=1)
     fence_async_shared()
     arguments = (
-        q_map, k_map, v_map, d_o_map, memory, problem, config,
+        q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config,
         gradient_of(d_k, d_k_starts, d_k_batch, d_k_head, d_k_row, problem, config),
         gradient_of(d_v, d_v_starts, d_v_batch, d_v_head, d_v_row, problem, config),
     )  # fmt: skip
-    gl.warp_specialize(
-        [(consume_0, arguments), (consume_1, arguments), (produce_for, arguments)],
-        [4, 1],
-        [240, 24],
-    )
+    if MAKES_D_Q:
+        gl.warp_specialize(
+            [
+                (consume_0, arguments),
+                (consume_1, arguments),
+                (produce_for, arguments),
+                (carry_for, arguments),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(consume_0, arguments), (consume_1, arguments), (produce_for, arguments)],
+            [4, 1],
+            [240, 24],
+        )

@@ -54,7 +54,7 @@ def start_of(batch, starts, RAGGED: gl.constexpr):
 
 @gluon.jit
 def problem_of(
-    lse, delta, sums, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
+    lse, delta, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
     q_starts, d_o_starts, k_starts, v_starts,
     scale, rows, keys, padded_rows, left, right, heads_kv, group, together, config,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def problem_of(
         left = left - (own_keys - own_rows)
         right = right + (own_keys - own_rows)
     return Problem(
-        lse, delta, sums, scale, own_rows, own_keys, end, padded_rows, left, right, heads_kv,
+        lse, delta, scale, own_rows, own_keys, end, padded_rows, left, right, heads_kv,
         group, first_key, head_kv, batch, batch_q, batch_kv,
         start_of(batch, q_starts, config.RAGGED_Q),
         start_of(batch, d_o_starts, config.RAGGED_Q),

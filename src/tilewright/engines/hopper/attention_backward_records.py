@@ -12,13 +12,21 @@ from tilewright.engines.hopper.barriers import FIRST_FREE
 
 # Keys of one product.
 KEYS = gl.constexpr(64)
-# Rows of dQ that one product makes.
+# Rows of dQ that one product makes, and the float32 numbers of a line of the boxes in which it is
+# added up.
 PIECE = gl.constexpr(64)
-# Named barriers: "dS of consumer 0 (1) is there", for even and for odd steps (a consumer may say so
-# of the next step before the other one has looked), then one a stage that the producer waits at.
-EXCHANGE = gl.constexpr(FIRST_FREE)
+LINE = gl.constexpr(32)
+# Named barriers: for the consumers' release of a slot, one a slot that the producer waits at. Where
+# dQ is made too, a carrier is the fourth partition, which takes one barrier for itself; both
+# consumers' dS of a tile is stored, and is fenced; a piece's memory is free, and it is stored.
 RELEASE_Q = gl.constexpr(FIRST_FREE + 4)
 RELEASE_O = gl.constexpr(FIRST_FREE + 7)
+D_S_STORED = gl.constexpr(FIRST_FREE + 1)
+D_S_READY = gl.constexpr(FIRST_FREE + 2)
+PIECE_FREE = gl.constexpr(FIRST_FREE + 3)
+PIECE_FREE_STEP = gl.constexpr(3)
+PIECE_STORED = gl.constexpr(FIRST_FREE + 9)
+WITH_CARRIER = gl.constexpr("160")
 CONSUMERS = gl.constexpr("256")
 EVERYBODY = gl.constexpr("288")
 
@@ -48,8 +56,9 @@ class Config:
     LENGTHS_KV: gl.constexpr
     RAGGED_Q: gl.constexpr
     RAGGED_KV: gl.constexpr
-    # Derived: columns of dQ that a consumer makes; whether NaN and infinity in keys that
-    # some row does not see could get into dQ; and whether anything is masked.
+    # Derived: columns of dQ that a consumer makes, all of half of the rows where a tile has two
+    # pieces; whether NaN and infinity in keys that some row does not see could get into dQ; and
+    # whether anything is masked.
     COLUMNS: gl.constexpr
     HIDES: gl.constexpr
     MASKS: gl.constexpr
@@ -92,7 +101,7 @@ class Config:
         self.LENGTHS_KV = gl.constexpr(LENGTHS_KV)
         self.RAGGED_Q = gl.constexpr(RAGGED_Q)
         self.RAGGED_KV = gl.constexpr(RAGGED_KV)
-        self.COLUMNS = gl.constexpr(DEPTH // 2)
+        self.COLUMNS = gl.constexpr(DEPTH if ROWS == 128 else DEPTH // 2)
         self.HIDES = gl.constexpr(MAKES_D_Q and (HAS_LEFT or HAS_RIGHT or LENGTHS_KV != 0))
         self.MASKS = gl.constexpr(HAS_LEFT or HAS_RIGHT or HAS_TAIL)
 
@@ -137,7 +146,6 @@ class Problem:
 
     lse: gl.tensor
     delta: gl.tensor
-    sums: gl.tensor
     scale: gl.tensor
     rows: gl.tensor
     keys: gl.tensor
@@ -162,7 +170,6 @@ class Problem:
         self,
         lse,
         delta,
-        sums,
         scale,
         rows,
         keys,
@@ -184,7 +191,6 @@ class Problem:
     ):
         self.lse = lse
         self.delta = delta
-        self.sums = sums
         self.scale = scale
         self.rows = rows
         self.keys = keys
@@ -207,13 +213,17 @@ class Problem:
 
 @aggregate
 class Memory:
-    """Shared memory: tiles, and "it is there" of each."""
+    """Shared memory: tiles, and "it is there" of each.
+
+    ``lse`` and ``delta`` are parts of numbers where dQ is made too, and else numbers.
+    """
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     d_o: gl.shared_memory_descriptor
     d_s: gl.shared_memory_descriptor
+    pieces: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -221,12 +231,13 @@ class Memory:
     keys_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, d_o, d_s, lse, delta, q_full, d_o_full, keys_full):
+    def __init__(self, q, k, v, d_o, d_s, pieces, lse, delta, q_full, d_o_full, keys_full):
         self.q = q
         self.k = k
         self.v = v
         self.d_o = d_o
         self.d_s = d_s
+        self.pieces = pieces
         self.lse = lse
         self.delta = delta
         self.q_full = q_full

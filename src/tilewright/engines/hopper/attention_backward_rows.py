@@ -6,6 +6,9 @@ A block of 64 rows of one head a program. The workspace holds, in float32,
     sums        (B, Hq, padded rows, D): dQ without the scale, in pieces of 64 rows by COLUMNS, each
                 in the order (j, warp, lane, i, e) in which the threads of a product hold it: row
                 16 warp + 8 i + lane // 4, column 8 j + 2 (lane % 4) + e.
+    lse_parts, delta_parts
+                (B, Hq, padded rows, 16): -Stats / c, c what scores are multiplied by, and -Delta
+                as ``attention_backward_parts`` has them; they and the sums are there together.
 """
 
 import triton
@@ -13,6 +16,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewright.engines.hopper.attention_backward_parts import store_parts
 from tilewright.engines.hopper.attention_places import length_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -44,14 +48,14 @@ def elements_before(batch, head, batch_step, head_step, starts, starts_step, uni
 
 @gluon.jit
 def prepare_rows(
-    o, d_o, stats, lse, delta, sums, lengths_q, lengths_q_step,
+    o, d_o, stats, lse, delta, sums, lse_parts, delta_parts, scale, lengths_q, lengths_q_step,
     o_starts, o_starts_step, o_unit, d_o_starts, d_o_starts_step, d_o_unit,
     stats_starts, stats_starts_step, stats_unit, rows, padded_rows, heads,
     o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, stats_batch, stats_head, stats_row,
     WIDTH: gl.constexpr, BLOCK_WIDTH: gl.constexpr, DEPTH: gl.constexpr,
     LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr,
 ):  # fmt: skip
-    """Row statistics, and zeros in the sums where there are any: DEPTH is 0 without."""
+    """Row statistics; their parts and zeros in the sums where there are any: DEPTH is 0 without."""
     line, batch, head, first, own = row_block(
         lengths_q, lengths_q_step, rows, padded_rows, heads, LENGTHS_Q
     )
@@ -73,9 +77,13 @@ def prepare_rows(
     d_o_tile = gl.load(d_o + token[:, None] * d_o_row + column, mask=live, other=0.0)
     value = gl.load(stats + token * stats_row, mask=row < own, other=-float("inf")) * LOG2E
     at = line * padded_rows + token
-    gl.store(delta + at, gl.sum(o_tile.to(gl.float32) * d_o_tile.to(gl.float32), axis=1))
-    gl.store(lse + at, gl.where(value == -float("inf"), float("inf"), value))
+    product = gl.sum(o_tile.to(gl.float32) * d_o_tile.to(gl.float32), axis=1)
+    value = gl.where(value == -float("inf"), float("inf"), value)
+    gl.store(delta + at, product)
+    gl.store(lse + at, value)
     if DEPTH > 0:
+        store_parts(lse_parts, value / (scale * -LOG2E), line * padded_rows + first)
+        store_parts(delta_parts, -product, line * padded_rows + first)
         is_there = first < padded_rows
         if RAGGED_Q:
             is_there = first < own

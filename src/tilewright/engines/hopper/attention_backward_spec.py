@@ -155,13 +155,6 @@ def _check_ragged(ports: Mapping[str, Tensor]) -> None:
             raise NotSupportedError(
                 f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"
             )
-    for side, port in (("q", "q"), ("kv", "k")):
-        given = next((ports[name] for name in LENGTHS[side] if name in ports), None)
-        if given is not None and ports[port].ragged_offset is None:
-            raise NotSupportedError(
-                f"tensor {given.label()} gives lengths to {ports[port].label()} ({port}), which is "
-                "not ragged; the kernels take lengths of ragged operands"
-            )
     for port in ("q", "k", "v", "dO", "dK", "dV"):
         tensor = ports.get(port)
         if tensor is None or tensor.ragged_offset is None:

@@ -307,7 +307,7 @@ def attention_backward_wide(
         BOTTOM_RIGHT, HAS_TAIL, False, LENGTHS_Q, LENGTHS_KV, RAGGED_Q, RAGGED_KV,
     )  # fmt: skip
     problem = problem_of(
-        lse, delta, lse, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
+        lse, delta, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
         Starts(q_starts, q_starts_step, q_unit), Starts(d_o_starts, d_o_starts_step, d_o_unit),
         Starts(k_starts, k_starts_step, k_unit), Starts(v_starts, v_starts_step, v_unit),
         scale, rows, keys, padded_rows, left, right, heads_kv, group, together, config,

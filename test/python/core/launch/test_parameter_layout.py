@@ -10,9 +10,9 @@ import pytest
 
 from tilewright.dtypes import DataType
 from tilewright.errors import LaunchError, NotSupportedError
-from tilewright.launch import cuda_driver, driver_launch
-from tilewright.launch.prepared import Constant, KernelLaunch, Operand
-from tilewright.launch.tensor_maps import TensorMap
+from tilewright.launch import cuda_driver, driver_launch, tensor_maps
+from tilewright.launch.prepared import BoundLaunch, Constant, KernelLaunch, Operand
+from tilewright.launch.tensor_maps import TensorMap, scratch_map
 
 pytestmark = pytest.mark.L0
 
@@ -65,6 +65,40 @@ def test_parameters_are_where_the_driver_says(library: Library) -> None:
     block = bytearray(made.template)
     made.fill(block, [0x1000, 0x2000], (), 0)
     assert struct.unpack_from("<Q", block, 0xD8) == (0x2000,)
+
+
+def test_a_map_of_the_workspace_follows_the_workspace(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Encoder:
+        def cuTensorMapEncodeTiled(
+            self, place: int, kind: int, rank: int, start: int, *_: Any
+        ) -> int:
+            ctypes.memmove(place, struct.pack("<3Q", kind, rank, start), 24)
+            return 0
+
+        def cuTensorMapReplaceAddress(self, place: int, start: int) -> int:
+            ctypes.memmove(place + 16, struct.pack("<Q", start), 8)
+            return 0
+
+    monkeypatch.setattr(tensor_maps, "driver", Encoder)
+    sums = scratch_map("sums", DataType.FLOAT, 256, (2, 48, 32), (1, 16, 32))
+    assert sums.stride == (48 * 32, 32, 1)
+    memory = ctypes.create_string_buffer(8)
+    made = KernelLaunch(
+        "k",
+        ctypes.addressof(memory),
+        (1, 1, 1),
+        128,
+        0,
+        ["tensordesc", "*fp16", "i32"],
+        [sums, Operand(0), Constant(7)],
+    )
+    bound = BoundLaunch(made, 0)
+    for workspace in (0x10000, 0x20000, 0x20000, 0x10000):
+        bound.fill([0x1000], [0x2000], (), workspace)
+        assert struct.unpack_from("<3Q", bound.block, 0x30) == (7, 3, workspace + 256)
+        assert struct.unpack_from("<Q", bound.block, 0xD8) == (0x1000,)
 
 
 def test_a_kernel_with_fewer_parameters_is_an_error(library: Library) -> None:

@@ -14,6 +14,7 @@ import torch
 import tilewright as tw
 from tilewright.engines.hopper.attention_backward_spec import read_backward
 from tilewright.errors import NotSupportedError
+from tilewright.launch.workspace import plan_workspace
 
 CAPABILITY = (9, 0)
 BOTTOM_RIGHT = tw.diagonal_alignment.BOTTOM_RIGHT
@@ -34,6 +35,7 @@ def declare(
     dtype: str = "bfloat16",
     device: str | None = None,
     strides: dict[str, tuple[int, ...]] | None = None,
+    scale: float = 0.1,
     **options: Any,
 ) -> Any:
     """A graph of one backward; ``sink`` asks for a sink and its gradient."""
@@ -51,7 +53,7 @@ def declare(
         options["dSink_token"] = graph.tensor(dims["sink"], data_type="float32", name="dSink")
         options["dSink_token"].set_output(True)
     made = graph.sdpa_backward(
-        *(named[name] for name in ("q", "k", "v", "o", "dO")), stats, attn_scale=0.1, **options
+        *(named[name] for name in ("q", "k", "v", "o", "dO")), stats, attn_scale=scale, **options
     )
     for tensor, name in zip(made, ("dQ", "dK", "dV"), strict=True):
         tensor.set_output(True).set_name(name)
@@ -97,19 +99,26 @@ def test_a_decline_names_the_tensor_or_the_rule(
 
 
 @pytest.mark.L0
-def test_lengths_of_padded_operands_are_declined() -> None:
-    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
-    tensors = [graph.tensor(dim, name=name) for name, dim in dims_of().items()]
-    stats = graph.tensor((2, 4, 256, 1), data_type="float32", name="stats")
-    lengths = [graph.tensor((2, 1, 1, 1), data_type="int32", name=f"len_{n}") for n in ("q", "kv")]
-    made = graph.sdpa_backward(
-        *tensors, stats, use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1]
-    )
-    for tensor in made:
-        tensor.set_output(True)
+@pytest.mark.parametrize(
+    ("depth", "scale", "is_fixed", "names"),
+    [
+        (64, 0.1, False, ["attention_backward", "finish_rows"]),
+        (128, -0.1, False, ["attention_backward", "finish_rows"]),
+        (128, 0.1, True, ["attention_backward", "attention_backward_query"]),
+        (128, 0.0, False, ["attention_backward", "attention_backward_query"]),
+        (256, 0.1, False, ["attention_backward_wide", "attention_backward_query"]),
+    ],
+)
+def test_where_dq_is_added_up(depth: int, scale: float, is_fixed: bool, names: list[str]) -> None:
+    from tilewright.engines.hopper import attention_backward
+
+    graph = declare(dims_of(depth=depth), scale=scale, use_deterministic_algorithm=is_fixed)
     graph.validate()
-    with pytest.raises(NotSupportedError, match=r"'?len_q'? .*q.* which is not ragged"):
-        read_backward(graph.operations[0])
+    kernels = attention_backward.plan(graph, (), 132).kernels
+    assert [kernel.spec.name for kernel in kernels] == ["prepare_rows", *names]
+    (proposal,) = attention_backward.propose(graph, 132)
+    has_sums = "finish_rows" in names
+    assert (tw.numeric_note.NONDETERMINISTIC in proposal.numeric_notes) == has_sums
 
 
 @pytest.mark.L0
@@ -317,9 +326,11 @@ def test_many_programs_meet_at_every_barrier(depth: int) -> None:
 
 @pytest.mark.L0
 @pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
-@pytest.mark.parametrize("is_fixed", [False, True], ids=["quick", "fixed"])
-def test_keys_that_no_early_row_sees_may_hold_nan(is_fixed: bool) -> None:
-    dims = dims_of(256, 256, 128 if is_fixed else 64, (1, 1))
+@pytest.mark.parametrize(
+    ("depth", "is_fixed"), [(64, False), (128, False), (128, True)], ids=["64", "128", "fixed"]
+)
+def test_keys_that_no_early_row_sees_may_hold_nan(depth: int, is_fixed: bool) -> None:
+    dims = dims_of(256, 256, depth, (1, 1))
     pack = {n: torch.randn(dims[n], device="cuda").bfloat16() for n in ("q", "k", "v", "dO", "o")}
     pack["stats"] = torch.full((2, 1, 256, 1), 5.0, device="cuda")
     pack |= {n: torch.empty_like(pack["q"]) for n in ("dQ", "dK", "dV")}
@@ -331,3 +342,49 @@ def test_keys_that_no_early_row_sees_may_hold_nan(is_fixed: bool) -> None:
     graph.execute(pack, workspace)
     assert torch.isfinite(pack["dQ"][:, :, :200]).all()
     assert torch.isnan(pack["dQ"][:, :, 200:]).all(), "rows that see the key are not finite"
+
+
+@pytest.mark.L0
+@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [0.1, -2.0])
+def test_parts_of_row_statistics_keep_the_bits_of_a_float32(dtype: str, scale: float) -> None:
+    from tilewright.engines.hopper import attention_backward
+
+    kind, rows, padded = getattr(torch, dtype), 300, 384
+    dims = dims_of(rows, rows, 64, (2, 2))
+    generator = torch.Generator("cuda").manual_seed(3)
+    pack = {
+        n: torch.randn(dims[n], generator=generator, device="cuda").to(kind)
+        for n in ("q", "k", "v", "dO", "o")
+    }
+    spread = torch.randn((2, 2, rows, 1), generator=generator, device="cuda")
+    pack["stats"] = spread * 10 ** torch.linspace(-3, 4, rows, device="cuda")[:, None]
+    pack["stats"][:, :, 7] = -torch.inf
+    pack |= {n: torch.empty_like(pack["q"]) for n in ("dQ", "dK", "dV")}
+    graph = declare(dims, dtype, "cuda", scale=scale)
+    graph.build()
+    assert graph.selected_engine == "hopper"
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    graph.execute(pack, workspace)
+    pieces = plan_workspace(attention_backward.plan(graph, (), 132).scratch).pieces
+    held = [
+        workspace[piece.offset_bytes :][: 4 * padded * size].view(of)
+        for piece, size, of in zip(
+            pieces, (4, 4, 256, 32, 32), (torch.float32,) * 3 + (kind,) * 2, strict=True
+        )
+    ]
+    units = [1.0] * 3 if dtype == "bfloat16" else [2.0 ** (11 - 11 * i) for i in range(4)]
+    units_of = torch.tensor(units + [0.0] * (16 - len(units)), dtype=torch.float64, device="cuda")
+    lse, delta = (
+        torch.nan_to_num(part.view(4, padded, 16).double(), neginf=-3e38, posinf=3e38) @ units_of
+        for part in held[3:]
+    )
+    wanted = -pack["stats"].double().view(4, rows) / scale
+    hidden = torch.zeros(padded, dtype=torch.bool, device="cuda")
+    hidden[7], hidden[rows:] = True, True
+    assert torch.all(lse[:, hidden] * scale < -1e37), "exp2 of it is 0"
+    error = (lse[:, :rows] - wanted)[:, ~hidden[:rows]].abs()
+    assert torch.all(error <= wanted[:, ~hidden[:rows]].abs() * 2**-21 + 1e-12)
+    plain = held[1].view(4, padded).double()
+    assert torch.all((delta + plain).abs() <= plain.abs() * 2**-22 + 1e-12)

@@ -1,4 +1,4 @@
-"""Hopper attention's backward over packed sequences of their own lengths."""
+"""Hopper attention's backward over sequences of their own lengths: padded, and packed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ def _needs_hopper() -> None:
 class Call:
     """A graph over sequences, its buffers, and what each sequence's part of them is."""
 
-    def __init__(self, size: int, band: str, *, as_sums: bool, seed: int) -> None:
-        self.size, self.band = size, band
+    def __init__(
+        self, size: int, band: str, *, is_packed: bool, as_sums: bool, seed: int, **given: Any
+    ) -> None:
+        self.size, self.band, self.is_packed = size, band, is_packed
         self.generator = torch.Generator("cuda").manual_seed(seed)
         self.graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
         self.pack: dict[str, torch.Tensor] = {}
         self.starts = {s: torch.tensor([0, *LENGTHS[s]]).cumsum(0) for s in LENGTHS}
         self.sums = {s: self._index(f"sums_{s}", self.starts[s]) for s in LENGTHS}
-        options: dict[str, Any] = {"use_padding_mask": True, **BANDS[band]}
+        options: dict[str, Any] = {"use_padding_mask": True, **BANDS[band], **given}
         for side, lengths in LENGTHS.items():
             if as_sums:
                 options[f"cu_seq_len_{side}"] = self.sums[side]
@@ -66,9 +68,10 @@ class Call:
             tensor.set_output(True).set_name(name)
             source = self.pack["q" if name == "dQ" else "k"]
             self.pack[name] = torch.full_like(source, MARK)
-            dim, stride, unit = self._declared(name, size)
-            tensor.set_dim(dim).set_stride(stride)
-            tensor.set_ragged_offset(self.sums[SIDES[name]]).set_ragged_offset_multiplier(unit)
+            if is_packed:
+                dim, stride, unit = self._declared(name, size)
+                tensor.set_dim(dim).set_stride(stride)
+                tensor.set_ragged_offset(self.sums[SIDES[name]]).set_ragged_offset_multiplier(unit)
         self.graph.build()
         assert self.graph.selected_engine == "hopper", str(self.graph.explain())
 
@@ -84,23 +87,31 @@ class Call:
     def _operand(self, name: str, width: int, dtype: torch.dtype = torch.bfloat16) -> Any:
         """NaN lies wherever no sequence has an element."""
         lengths, heads = LENGTHS[SIDES[name]], HEADS[SIDES[name]]
-        dim = (sum(lengths) + MARGIN, heads, width)
+        dim = (BATCH, heads, LONGEST, width)
+        if self.is_packed:
+            dim = (sum(lengths) + MARGIN, heads, width)
         made = torch.randn(dim, generator=self.generator, device="cuda").to(dtype)
         self.pack[name] = made
-        made[sum(lengths) :] = torch.nan
-        declared, stride, unit = self._declared(name, width)
-        return self.graph.tensor(
-            declared,
-            stride,
-            dtype,
-            name=name,
-            ragged_offset=self.sums[SIDES[name]],
-            ragged_offset_multiplier=unit,
-        )
+        if self.is_packed:
+            made[sum(lengths) :] = torch.nan
+            dim, stride, unit = self._declared(name, width)
+            return self.graph.tensor(
+                dim,
+                stride,
+                dtype,
+                name=name,
+                ragged_offset=self.sums[SIDES[name]],
+                ragged_offset_multiplier=unit,
+            )
+        for b, length in enumerate(lengths):
+            made[b, :, length:] = torch.nan
+        return self.graph.tensor(made.shape, made.stride(), dtype, name=name)
 
     def part(self, name: str, b: int) -> torch.Tensor:
         """(heads, length, width) of one sequence."""
         length = LENGTHS[SIDES[name]][b]
+        if not self.is_packed:
+            return self.pack[name][b, :, :length]
         start = int(self.starts[SIDES[name]][b])
         return self.pack[name][start : start + length].transpose(0, 1)
 
@@ -144,16 +155,30 @@ class Call:
                 bound = 2 * torch.finfo(torch.bfloat16).eps
                 if error.numel():
                     assert error.max() <= bound * max(1.0, value.abs().max().item()), (name, b)
-            assert torch.all(self.pack[name][-MARGIN:] == MARK), "the margin keeps its bytes"
+                if not self.is_packed:
+                    assert torch.all(self.pack[name][b, :, value.shape[1] :] == 0.0), (name, b)
+            if self.is_packed:
+                assert torch.all(self.pack[name][-MARGIN:] == MARK), "the margin keeps its bytes"
 
 
 @pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
     "size", [pytest.param(128, marks=pytest.mark.L0), pytest.param(64, marks=pytest.mark.L1)]
 )
-def test_sequences_of_their_own_lengths(size: int, band: str) -> None:
+def test_sequences_of_their_own_lengths(size: int, is_packed: bool, band: str) -> None:
     # O2, L11: NaN lies behind every sequence, another one's rows follow a packed one.
-    call = Call(size, band, as_sums=size == 128, seed=size)
+    call = Call(size, band, is_packed=is_packed, as_sums=size == 128, seed=size)
+    call.run()
+    call.check()
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("band", ["causal", "window"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_sequences_with_dq_in_a_fixed_order(is_packed: bool, band: str) -> None:
+    options = {"use_deterministic_algorithm": True}
+    call = Call(128, band, is_packed=is_packed, as_sums=False, seed=2, **options)
     call.run()
     call.check()
 
@@ -161,7 +186,7 @@ def test_sequences_of_their_own_lengths(size: int, band: str) -> None:
 @pytest.mark.L0
 def test_lengths_are_read_at_each_launch() -> None:
     # L3, L9: no host read of lengths; a replay sees them as they are.
-    call = Call(128, "causal", as_sums=False, seed=1)
+    call = Call(128, "causal", is_packed=False, as_sums=False, seed=1)
     size = call.graph.get_workspace_size()
     frame = call.graph.bind(call.pack, torch.empty(size, dtype=torch.uint8, device="cuda"))
     frame.launch()
@@ -172,12 +197,9 @@ def test_lengths_are_read_at_each_launch() -> None:
             frame.launch()
         for name in ("len_q", "len_kv"):
             call.pack[name].zero_()
-        for name in call.expected:
-            call.pack[name].fill_(MARK)
         recorded.replay()
         torch.cuda.synchronize()
-        for name in call.expected:
-            made = call.pack[name]
-            assert torch.all((made == 0.0) | (made == MARK)), f"{name} of no row and no key"
+        for name in ("dQ", "dK", "dV"):
+            assert torch.all(call.pack[name] == 0.0), name
     finally:
         recorded.reset()
