@@ -10,8 +10,12 @@ results/<device>/pointwise.csv.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
+
+# Every subject is compiled in a process of its own; a pool of more in each takes longer to end.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 import torch.nn.functional as F

@@ -47,10 +47,6 @@ from tilewright.launch.prepared import Argument, Constant
 # Pairs of a head beyond which the tables of one position do not fit a program's registers.
 MAX_HALF = 2048
 _WARP_THREADS = 32
-_WARPS = 8
-_SHARED_WARPS = 4
-# Programs wanted on each multiprocessor before lines are not split any further.
-_PROGRAMS_A_MULTIPROCESSOR = 4
 # Where there may be a second table, the next lines wait in shared memory, so many steps of them.
 _STAGES = 3
 # A thread's limit where there is code for a second table, so that as many programs run at once as
@@ -157,6 +153,7 @@ def rotate_pairs(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
+    POSITIONS_FIRST: tl.constexpr,
     IS_SHARED: tl.constexpr,
     IS_ADJOINT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -165,8 +162,13 @@ def rotate_pairs(
 ):
     # In 32 bits, as the number of programs is: a division of 64 would take longer than a table.
     program = tl.program_id(0)
-    group = program % GROUPS
-    block = program // GROUPS
+    if POSITIONS_FIRST:
+        all_blocks = tl.num_programs(0) // GROUPS
+        group = program // all_blocks
+        block = program % all_blocks
+    else:
+        group = program % GROUPS
+        block = program // GROUPS
     number = block // blocks
     batch = number.to(tl.int64)
     token = (block - number * blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
@@ -251,31 +253,63 @@ class RopeConfig:
     warps: int
 
 
+@dataclass(frozen=True)
+class _Walk:
+    """``warps`` warps, ``heads`` lines a step, ``programs`` wanted on each multiprocessor."""
+
+    warps: int
+    heads: int
+    programs: int
+
+
+# (one table for all batches?, heads next to one another in memory?): as measured on an H200
+# (benchmark/norms.md).
+_WALKS = {
+    (False, True): _Walk(warps=8, heads=8, programs=4),
+    (False, False): _Walk(warps=4, heads=4, programs=8),
+    (True, True): _Walk(warps=4, heads=8, programs=32),
+    (True, False): _Walk(warps=4, heads=4, programs=16),
+}
+# Where the next lines wait in shared memory.
+_STAGED_WALK = _Walk(warps=8, heads=8, programs=4)
+
+
 def choose_config(
-    source: Tensor, half: int, sm_count: int, warps: int | None = None, *, is_shared: bool
+    source: Tensor, freqs: Tensor, half: int, sm_count: int, warps: int | None = None
 ) -> RopeConfig:
     """One 16-byte vector of each half a thread and step: few registers, many programs.
 
     Every thread has elements of its own in a step, so none reads what another has rotated.
-    ``is_shared`` if one table is for the heads of all batches.
     """
     batch, heads, length, _ = source.dim
-    tables, lines = (1, batch * heads) if is_shared else (batch, heads)
+    shares = is_shared(source, freqs, half)
+    tables, lines = (1, batch * heads) if shares else (batch, heads)
+    walk = _WALKS[shares, not positions_adjoin(source)]
+    if freqs.dim[3] == 2 * half and not shares:
+        walk = _STAGED_WALK
+    warps = walk.warps if warps is None else warps
     most_lines, most_tokens = (triton.next_power_of_2(max(n, 1)) for n in (lines, length))
     vector = POINTER_ALIGNMENT_BYTES * 8 // source.data_type.bits
     block = triton.next_power_of_2(half)
-    if warps is None:
-        warps = _SHARED_WARPS if is_shared else _WARPS
-    rows = max(1, _WARP_THREADS * vector // block)
-    tokens = min(rows, most_tokens)
-    step = min(rows * warps // tokens, most_lines)
-    tokens = min(rows * warps // step, most_tokens)
+    rows = max(1, _WARP_THREADS * vector // block) * warps
+    step = min(walk.heads, rows, most_lines)
+    tokens = min(rows // step, most_tokens)
+    step = min(rows // tokens, most_lines)
     while warps > 1 and tokens * step * block < _WARP_THREADS * warps * vector:
         warps //= 2
     programs = max(tables * triton.cdiv(length, tokens), 1)
-    wanted = triton.cdiv(_PROGRAMS_A_MULTIPROCESSOR * _WARPS // warps * sm_count, programs)
-    groups = max(1, min(wanted, lines // step))
+    wanted = walk.programs * walk.warps // warps * sm_count
+    groups = max(1, min(round(wanted / programs), lines // step))
     return RopeConfig(tokens, step, groups, warps)
+
+
+def positions_adjoin(source: Tensor) -> bool:
+    """True if positions, not heads, are next to one another in memory.
+
+    Programs that start together then take neighbouring positions, not parts of one position's
+    lines.
+    """
+    return source.stride[2] < source.stride[1]
 
 
 def is_shared(source: Tensor, freqs: Tensor, half: int) -> bool:
@@ -294,7 +328,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     operation = only_operation(graph, "rotations")
     source, freqs, _ = _operands(operation)
     half = _check(operation)
-    config = choose_config(source, half, sm_count, is_shared=is_shared(source, freqs, half))
+    config = choose_config(source, freqs, half, sm_count)
     notes = frozenset({behavior_note.RUNTIME_COMPILATION})
     return [Proposal(((knob_type.WARPS, config.warps),), 1.0, notes)]
 
@@ -329,7 +363,7 @@ def _plan(
     if 0 in x.dim:
         return KernelPlan(())
     shares = is_shared(x, freqs, half)
-    config = choose_config(x, half, sm_count, warps, is_shared=shares)
+    config = choose_config(x, freqs, half, sm_count, warps)
     batch, heads, length, extent = x.dim
     tables, lines = (1, batch * heads) if shares else (batch, heads)
     blocks = triton.cdiv(length, config.tokens)
@@ -386,6 +420,7 @@ def _plan(
             ("TOKENS", config.tokens),
             ("HEADS", config.heads),
             ("GROUPS", config.groups),
+            ("POSITIONS_FIRST", config.groups > 1 and positions_adjoin(x)),
             ("IS_SHARED", shares),
             ("STAGES", _STAGES if is_limited and not shares else 0),
             ("IS_ADJOINT", operation.kind == "rope_backward"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tilewright as tw
+from tilewright.engines.triton import rope
 from tilewright.engines.triton.engine import interpreting
 
 pytestmark = pytest.mark.L0
@@ -145,6 +146,23 @@ def test_equal_halves_of_the_angles_and_others(change: float | None) -> None:
     for backward in (False, True):
         want = formula(x, whole, 8, 1.0, backward=backward)
         assert same_bits(rotate(x, whole, backward=backward), want)
+
+
+@pytest.mark.parametrize("angles", [16, 32])
+@pytest.mark.parametrize("heads_adjoin", [False, True])
+def test_programs_in_several_blocks_and_groups(angles: int, *, heads_adjoin: bool) -> None:
+    x = draw((2, 16, 40, 32), torch.bfloat16, 3)
+    if heads_adjoin:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    freqs = draw((1, 1, 40, 16), torch.float32, 4)
+    freqs = torch.cat((freqs, freqs), -1) if angles == 32 else freqs
+    source, table = (tw.Graph(io_data_type=t.dtype).tensor_like(t) for t in (x, freqs))
+    config = rope.choose_config(source, table, 16, 4)
+    assert config.tokens < 40 and config.groups > 1
+    # Programs that start together take what lies together.
+    assert rope.positions_adjoin(source) != heads_adjoin
+    actual = rotate(x, freqs)
+    assert torch.equal(actual.cpu(), formula(x, freqs, 32, 1.0))
 
 
 def test_types_may_differ() -> None:
