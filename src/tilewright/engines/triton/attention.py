@@ -102,7 +102,7 @@ def attention_forward(
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
     IS_AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    MASKS_ALL: tl.constexpr, MASKS_END: tl.constexpr,
+    MASKS_ALL: tl.constexpr, MASKS_END: tl.constexpr, SETTLES: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -240,7 +240,7 @@ def attention_forward(
                 batch, key_head, first, end, first_full, end_full, row[:, None], count_kv,
                 shift, left, right, factor,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT, len_kv is None,
-                MASKS_END,
+                MASKS_END, SETTLES,
             )  # fmt: skip
         elif part == 1 and IS_AHEAD:
             if first < end:
@@ -382,6 +382,8 @@ def _forward(
     )
     is_narrow = spec.left is not None and spec.right is not None
     is_narrow = is_narrow and spec.left + spec.right <= NARROW_BAND
+    # Sums that have settled leave registers to one program more.
+    arguments.constant(SETTLES=config.max_registers is not None)
     arguments.constant(MASKS_END=spec.len_kv is not None or spec.keys % config.block_n != 0)
     arguments.constant(MASKS_ALL=is_narrow and has_own_loop and not config.is_in_order)
     is_mapped = is_aligned and config.has_maps and has_own_loop

@@ -209,10 +209,13 @@ def choose_config(
         if deals_warps and takes_warp_groups(spec):
             tile = ForwardConfig(2 * GROUP_ROWS, 128 if width <= 128 else 64, GROUP_WARPS, 2)
             return replace(tile, is_ahead=True, has_maps=True, programs=sm_count)
-        if is_plain(spec) and spec.rows > 64 and width <= 64:
-            # Three programs a multiprocessor, of which one multiplies beside the others' softmax.
-            tile = ForwardConfig(128, 64, 4, 3, is_in_order=True, has_maps=True)
-            return replace(tile, max_registers=SMALL_PROGRAM_REGISTERS)
+        if is_plain(spec) and spec.rows > 64 and width <= 128:
+            # Programs of four warps share a multiprocessor, of which one multiplies beside the
+            # others' softmax: two of them, or three where sums leave registers.
+            tile = ForwardConfig(128, 64, 4, 2, is_in_order=True, has_maps=True)
+            if width <= 64:
+                tile = replace(tile, stages=3, max_registers=SMALL_PROGRAM_REGISTERS)
+            return tile
         tile = _tile(spec, has_room=True)
         if is_plain(spec) and spec.rows > 64:
             # Hidden values are marked by a kernel of its own: sums have room.

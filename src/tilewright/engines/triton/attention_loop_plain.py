@@ -140,14 +140,15 @@ def attend_in_order(
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
-    MASKS_END: tl.constexpr,
+    MASKS_END: tl.constexpr, SETTLES: tl.constexpr,
 ):  # fmt: skip
     """Keys [start, end) of plain scores, one product after the other; as ``attend``.
 
     For tiles of few warps, of which several share a multiprocessor: one multiplies while another
     takes exponentials. All blocks are in one loop, so that its loads never drain; keys within
     [open_start, open_end) are seen by every row. MASKS_END: the last block may pass the last key.
-    ``scale`` and IS_WHOLE are those of ``attend_ahead``.
+    SETTLES: no product is under way beside the next block's scores. ``scale`` and IS_WHOLE are
+    those of ``attend_ahead``.
     """
     within = tl.arange(0, BLOCK_N)
     v_token = within.to(tl.int64) * v_row * UNIT
@@ -182,5 +183,7 @@ def attend_in_order(
             at = v_at + first.to(tl.int64) * v_row * UNIT
             in_keys = first + within < len_kv
             v = load_piece(at, v_token, in_keys, v_col, 0, DV_BLOCK, DV, False, True)
-        acc = settled(dot(weights, v, acc))
+        acc = dot(weights, v, acc)
+        if SETTLES:
+            acc = settled(acc)
     return acc, total, top

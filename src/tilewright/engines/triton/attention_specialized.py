@@ -63,8 +63,7 @@ def attend_tile(
     factor, rows, keys, heads, group, left, right, shift, tiles, zero,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKS_END: tl.constexpr,
-    STATS_LOG2: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STATS_LOG2: tl.constexpr,
 ):  # fmt: skip
     head, batch = both % heads, both // heads
     key_head = head // group
@@ -110,8 +109,9 @@ def attend_tile(
             at = key.to(tl.int64) * k_row * UNIT
             block = load_piece(k_at, at, key < keys, k_col, 0, D_BLOCK, D, True, True)
         score = dot(query, block, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        if HAS_RIGHT or MASKS_END:
-            score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
+        # Where nothing is hidden, too: with a branch behind the product the assembler orders what
+        # follows so that a block takes 8 % less.
+        score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
         if HAS_LEFT:
             score = hide_before(score, first, within[None, :], low, first >= open_start)
         new_top = tl.maximum(top, tl.max(score, 1) * factor)
@@ -165,7 +165,7 @@ def attention_forward_specialized(
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    MASKS_END: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
+    STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
     IS_PERSISTENT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     factor = scalar_value(scale).to(tl.float32) * LOG2_E
@@ -200,7 +200,7 @@ def attention_forward_specialized(
                 ssum_batch, ssum_head, ssum_row, sink_head,
                 factor, rows, keys, heads, group, left, right, shift, tiles, zero,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-                HAS_LEFT, HAS_RIGHT, MASKS_END, STATS_LOG2,
+                HAS_LEFT, HAS_RIGHT, STATS_LOG2,
             )  # fmt: skip
     else:
         tile, both = tile_of(tl.program_id(0), tiles, group_heads, all_heads, LAST_FIRST)
@@ -212,7 +212,7 @@ def attention_forward_specialized(
             ssum_batch, ssum_head, ssum_row, sink_head,
             factor, rows, keys, heads, group, left, right, shift, tiles, zero,
             D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-            HAS_LEFT, HAS_RIGHT, MASKS_END, STATS_LOG2,
+            HAS_LEFT, HAS_RIGHT, STATS_LOG2,
         )  # fmt: skip
 
 
@@ -241,7 +241,6 @@ def specialized_plan(
         DV_BLOCK=block_v,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        MASKS_END=spec.keys % config.block_n != 0,
         LAST_FIRST=spec.right is not None,
         IS_PERSISTENT=is_persistent,
         IN_PAIRS=spec.right is not None and spec.left is None,
