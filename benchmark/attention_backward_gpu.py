@@ -8,7 +8,7 @@
 medians of interleaved rounds with a cold L2; it writes attention_backward.csv under
 benchmark/results/<device>/, and the second command the .png beside it, on any machine. "quick" is
 what is planned without, "fixed" with ``use_deterministic_algorithm``; Triton's plans stand beside
-those of the engine that is faster.
+those of the engine that is faster. Processes of their own compile ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from __future__ import annotations
 import csv
 import functools
 import itertools
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import flash_cute
@@ -38,6 +40,8 @@ GRADIENTS = ("dQ", "dK", "dV")
 MODES = (("quick", False), ("fixed", True))
 # Engines that are left out: none, and the one before Triton.
 BARRED: tuple[tuple[str, ...], ...] = ((), ("hopper",))
+# Processes that compile ahead.
+COMPILERS = 12
 # Gradients of random operands: what bfloat16's rounding of P and dS allows.
 TOLERANCE = 2e-2
 
@@ -46,11 +50,11 @@ def declare(
     pack: dict[str, torch.Tensor],
     causal: bool,
     is_deterministic: bool,
-    barred: tuple[str, ...] = (),
+    handle: Any = None,
 ) -> Any:
-    """A built graph of one backward, on none of the ``barred`` engines."""
+    """A graph of one backward."""
     q = pack["q"]
-    graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
+    graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32", handle=handle)
     inputs = [
         graph.tensor(pack[n].shape, pack[n].stride(), pack[n].dtype, name=n)
         for n in ("q", "k", "v", "o", "dO", "stats")
@@ -63,9 +67,30 @@ def declare(
     )
     for name, tensor in zip(GRADIENTS, made, strict=True):
         tensor.set_output(True).set_name(name)
-    graph.deselect_engines([*barred])
-    graph.build()
     return graph
+
+
+def compile_ahead(
+    engine: str, depth: int, causal: bool, is_deterministic: bool, target: tuple[int, int], sms: int
+) -> None:
+    """Compile what an engine has for a head size into the compiler's cache."""
+    from tilewright.engines.compiled.compiler import compile_kernel
+    from tilewright.engines.hopper import engine as hopper
+    from tilewright.engines.triton import engine as triton
+
+    shape = (TOKENS // LENGTHS[0], CHANNELS // depth, LENGTHS[0], depth)
+    names = dict.fromkeys(("q", "k", "v", "o", "dO"), (shape, torch.bfloat16))
+    names["stats"] = ((*shape[:3], 1), torch.float32)
+    pack = {n: torch.empty(dim, dtype=kind, device="meta") for n, (dim, kind) in names.items()}
+    graph = declare(pack, causal, is_deterministic, tw.create_handle("cpu"))
+    graph.validate()
+    try:
+        family = {"hopper": hopper, "triton": triton}[engine].ENGINE.family(graph)
+        plan = family.plan(graph, family.propose(graph, sms)[0].knobs, sms)
+        for kernel in plan.kernels:
+            compile_kernel(kernel.spec, target)
+    except tw.NotSupportedError as error:
+        print(f"{engine} has no plan: {error}")
 
 
 def measure(table: Table, depth: int, length: int, causal: bool) -> None:
@@ -97,7 +122,9 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
     if cute is not None:
         calls["cute"] = cute
     for (mode, is_deterministic), barred in itertools.product(MODES, BARRED):
-        graph = declare(pack, causal, is_deterministic, barred)
+        graph = declare(pack, causal, is_deterministic)
+        graph.deselect_engines([*barred])
+        graph.build()
         name = f"tilewright {graph.selected_engine} {mode}"
         if name in calls:
             continue
@@ -111,7 +138,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
                 raise SystemExit(f"{name} at {shape}: error {worst}")
         calls[name] = frame.launch
     flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
-    times = device_ms(calls, rounds=7, host_us=HOST_US)
+    times = device_ms(calls, rounds=5, host_us=HOST_US)
     for name, ms in times.items():
         table.add(
             depth=depth,
@@ -162,11 +189,23 @@ def main() -> None:
         draw(sys.argv[2])
         return
     table = Table("attention_backward", "python benchmark/attention_backward_gpu.py")
-    for depth in DEPTHS:
-        for length in LENGTHS:
-            for causal in (False, True):
-                measure(table, depth, length, causal)
-        table.write()
+    target = torch.cuda.get_device_capability()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    cases = itertools.product(DEPTHS, (False, True), ("hopper", "triton"), (False, True))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(COMPILERS, mp_context=spawn) as pool:
+        ahead = {
+            case: pool.submit(compile_ahead, case[2], case[0], case[1], case[3], target, sms)
+            for case in cases
+        }
+        for depth in DEPTHS:
+            for case, future in ahead.items():
+                if case[0] == depth:
+                    future.result()
+            for length in LENGTHS:
+                for causal in (False, True):
+                    measure(table, depth, length, causal)
+            table.write()
 
 
 if __name__ == "__main__":
