@@ -35,6 +35,9 @@ _PANEL = 64
 # Registers a thread at entry, by warpgroups of consumers: with the producer's four warps' worth
 # they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
 _ENTRY_REGISTERS = {2: 168, 3: 128}
+# Rows from which three warpgroups are faster at heads of 64 under a causal mask: shorter tiles have
+# too many masked blocks.
+_THREE_FROM = 6144
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,18 @@ class AttentionConfig(TileConfig):
 
     ``turns``: consumers take turns on the tensor cores. ``out_parts``: O has room of its own in
     shared memory, and leaves in so many parts; 0, and it leaves through Q's. ``early``: a tile's
-    first exponentials are made beside the last product of the tile before.
+    first exponentials are made beside the last product of the tile before. ``ahead``: with one slot
+    of Q, a tile's first scores are started before O of the tile before leaves. ``prescale``: the
+    accumulator is scaled under the product with K, not at the end of a step. ``lazy``: a maximum
+    that grows by less than 2^8 stays, and only warps that have to scale the accumulator.
     """
 
     turns: bool = True
     out_parts: int = 1
     early: bool = False
+    prescale: bool = False
+    lazy: bool = False
+    ahead: bool = False
 
 
 def padded(head_size: int) -> int:
@@ -67,15 +76,20 @@ def padded_in_slabs(head_size: int) -> tuple[int, int]:
 def choose_config(spec: AttentionSpec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
     depth, _ = padded_in_slabs(spec.depth)
+    has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
     if depth == 64 and not spec.is_banded and _fits_three(spec.rows):
         return AttentionConfig(warpgroups=3)
+    if depth == 64 and spec.left is None and not has_lengths and spec.rows >= _THREE_FROM:
+        return AttentionConfig(warpgroups=3, prescale=True)
     if depth == 64:
         return AttentionConfig(stages=3, early=True)
     if depth == 192 and padded(spec.depth_v) <= 128:
-        return AttentionConfig(q_slots=1, out_parts=0)
+        return AttentionConfig(q_slots=1, out_parts=0, lazy=True)
     if depth >= 192:
-        return AttentionConfig(block_n=64, q_slots=1, out_parts=2, turns=False)
-    return AttentionConfig(early=spec.is_banded)
+        return AttentionConfig(
+            block_n=64, q_slots=1, out_parts=2, turns=False, ahead=True, lazy=True
+        )
+    return AttentionConfig(early=spec.is_banded, lazy=True)
 
 
 def _fits_three(rows: int) -> bool:
@@ -171,6 +185,9 @@ def plan_with(
             ("OUT_PARTS", config.out_parts),
             ("EARLY", config.early),
             ("WORDS", config.warpgroups == 3 or masks["RIGHT_LOOP"] or masks["HAS_LEFT"]),
+            ("PRESCALE", config.prescale),
+            ("LAZY", config.lazy),
+            ("AHEAD", config.ahead),
             *masks.items(),
             ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),
             ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", ports)),
@@ -189,7 +206,7 @@ def plan_with(
     main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))
     if order is None:
         return KernelPlan((main,))
-    return KernelPlan((order, main), (("order", order_bytes(spec.batch * tiles)),))
+    return KernelPlan((order, main), (("order", order_bytes(spec.batch, tiles, spec.heads_q)),))
 
 
 Values = dict[str, tuple[str, Argument]]
@@ -273,7 +290,7 @@ def _order_kernel(
     pays = entries * spec.heads_q >= _ORDERED_FROM * sm_count and entries <= _ORDERED_TO
     if not spec.ragged_q or not pays:
         return None
-    given = {"order": ("*i32", Scratch(0)), "entries": ("i32", Constant(entries)), **values}
+    given = {"order": ("*i32", Scratch(0)), "batch": ("i32", Constant(spec.batch)), **values}
     names = [name for name in order_tiles.arg_names if name in given]
     kernel = KernelSpec(
         order_tiles,

@@ -1,8 +1,7 @@
 """A consumer of attention forward: four warps that make 64 rows of every tile.
 
-While the product with K of the next block is under way, this block's probabilities multiply V, and
-the consumers take turns on the tensor cores, so that one's exponentials run under another's
-products. O leaves through the memory of its own Q.
+Its blocks of keys are in ``attention_blocks``. O leaves through shared memory of its own, or that
+of its own Q.
 """
 
 from triton.experimental import gluon
@@ -15,129 +14,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.engines.hopper.attention_places import (
-    count_tiles,
-    element,
-    next_step,
-    place_of,
+from tilewright.engines.hopper.attention_blocks import (
+    first_block,
+    next_block,
+    nothing_yet,
+    pass_turn,
+    phase_of,
+    stage_of,
+    start_scores,
+    take_turn,
 )
+from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 from tilewright.engines.hopper.attention_repair import note_spoiled, watched
 from tilewright.engines.hopper.attention_softmax import (
-    MINUS_INFINITY,
     clear_tail,
     finish,
-    masked,
-    packed,
-    rescaled,
-    shaped,
-    softmax_block,
+    rescaled_lazily,
     thread_sums,
     unpacked,
 )
-from tilewright.engines.hopper.barriers import (
-    FIRST_FREE,
-    barrier_arrive,
-    barrier_wait,
-    partition_barrier,
-)
-
-
-@gluon.jit
-def stage_of(block, tiling):
-    """The place of a block in the ring; ``block`` is not negative."""
-    if tiling.STAGES == 2:
-        stage = block & 1
-    elif tiling.STAGES == 4:
-        stage = block & 3
-    else:
-        stage = block % tiling.STAGES
-    return stage
-
-
-@gluon.jit
-def phase_of(block, tiling):
-    """The parity of the block's turn around the ring."""
-    if tiling.STAGES == 2:
-        phase = (block >> 1) & 1
-    elif tiling.STAGES == 4:
-        phase = (block >> 2) & 1
-    else:
-        phase = (block // tiling.STAGES) & 1
-    return phase
-
-
-@gluon.jit
-def take_turn(tiling, WARPGROUP: gl.constexpr):
-    """Wait for this warpgroup's turn on the tensor cores."""
-    if tiling.TURNS:
-        barrier_wait(FIRST_FREE + WARPGROUP, "256")
-
-
-@gluon.jit
-def pass_turn(tiling, WARPGROUP: gl.constexpr):
-    """Give the turn to the next warpgroup."""
-    if tiling.TURNS:
-        barrier_arrive(FIRST_FREE + (WARPGROUP + 1) % tiling.WARPGROUPS, "256")
-
-
-@gluon.jit
-def start_scores(q_first, stage, memory, tiling):
-    """Start Q K^T for a stage, slab by slab of the tile whose first one is ``q_first``."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
-    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
-    k = memory.k.index(stage * tiling.SLABS).permute((1, 0))
-    scores = warpgroup_mma(memory.q.index(q_first), k, zero, use_acc=False, is_async=True)
-    for s in gl.static_range(1, tiling.SLABS):
-        k = memory.k.index(stage * tiling.SLABS + s).permute((1, 0))
-        scores = warpgroup_mma(memory.q.index(q_first + s), k, scores, is_async=True)
-    return scores
-
-
-@gluon.jit
-def next_block(
-    q_first,
-    p,
-    acc,
-    top,
-    total,
-    first,
-    column,
-    block,
-    sequence,
-    memory,
-    problem,
-    tiling,
-    features,
-    MASKED: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-):
-    """Scores of block ``block + 1`` beside the second product of ``block``."""
-    before = stage_of(block, tiling)
-    stage, phase = stage_of(block + 1, tiling), phase_of(block + 1, tiling)
-    mbarrier.wait(memory.k_full.index(stage), phase)
-    take_turn(tiling, WARPGROUP)
-    scores = start_scores(q_first, stage, memory, tiling)
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    p = unpacked(p, layout, memory.v.dtype, tiling.WORDS)
-    acc_after = warpgroup_mma(p, memory.v.index(before), acc, is_async=True)
-    pass_turn(tiling, WARPGROUP)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
-    scores = shaped(scores, problem, features)
-    if MASKED:
-        scores = masked(scores, first, column, sequence, tiling, features)
-    p_next, factor, top, total = softmax_block(scores, top, total, problem.scale, MASKED)
-    # Waiting here, before the product's end, keeps the assembler from moving that wait above the
-    # exponentials: a loop lies between.
-    mbarrier.wait(memory.v_full.index(stage), phase)
-    acc, p = warpgroup_mma_wait(0, deps=(acc_after, p))
-    barrier_arrive(tiling.V_BARRIER + before, tiling.RELEASE)
-    acc = rescaled(acc, factor)
-    p = packed(p_next, layout, memory.v.dtype, tiling.WORDS)
-    return p, acc, top, total
+from tilewright.engines.hopper.attention_words import told
+from tilewright.engines.hopper.barriers import barrier_arrive, partition_barrier
 
 
 @gluon.jit
@@ -162,7 +60,6 @@ def leave(out, q, o_map, place, first, sequence, memory, problem, tiling, featur
           WARPGROUP: gl.constexpr):  # fmt: skip
     """O of a tile, through shared memory; the end of a packed sequence row by row."""
     WIDTH: gl.constexpr = tiling.DEPTH_V // max(tiling.OUT_PARTS, 1)
-    out = out.to(q.dtype)
     parts = in_parts(out, tiling)
     room = q
     if tiling.OUT_PARTS > 0:
@@ -216,54 +113,158 @@ def ends_of_masks(place, first, sequence, tiling, features):
 
 
 @gluon.jit
-def first_block(scores, place, first, sequence, problem, tiling, features,
-                P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
-    """(p, top, total) of a tile's first block of scores."""
-    scores = shaped(scores, problem, features)
-    if features.FIRST_MASKED:
-        column = (place.high - 1) * tiling.BLOCK_N
-        scores = masked(scores, first, column, sequence, tiling, features)
-    top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, scores.type.layout))
-    p, _, top, total = softmax_block(scores, top, 0.0, problem.scale, features.FIRST_MASKED)
-    return packed(p, P_LAYOUT, DTYPE, tiling.WORDS), top, total
-
-
-@gluon.jit
 def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, memory, problem,
                   tiling, features, WARPGROUP: gl.constexpr):  # fmt: skip
     """All blocks of a tile but the first: (p, acc, top, total, block)."""
     BN: gl.constexpr = tiling.BLOCK_N
     column = (place.high - 1) * BN
+    factor = gl.full([ROWS], 1.0, gl.float32, top.type.layout)
     free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
     if features.RIGHT_LOOP:
         for j in range(1, free):
-            p, acc, top, total = next_block(
-                q_first, p, acc, top, total, first, column - j * BN, block, sequence, memory,
-                problem, tiling, features, True, WARPGROUP,
+            p, acc, top, total, factor = next_block(
+                q_first, p, acc, top, total, factor, first, column - j * BN, block, sequence,
+                memory, problem, tiling, features, True, WARPGROUP,
             )  # fmt: skip
             block += 1
     for _ in range(free, edge):
-        p, acc, top, total = next_block(
-            q_first, p, acc, top, total, first, 0, block, sequence, memory,
+        p, acc, top, total, factor = next_block(
+            q_first, p, acc, top, total, factor, first, 0, block, sequence, memory,
             problem, tiling, features, False, WARPGROUP,
         )  # fmt: skip
         block += 1
     if features.HAS_LEFT:
         for j in range(edge, n):
-            p, acc, top, total = next_block(
-                q_first, p, acc, top, total, first, column - j * BN, block, sequence, memory,
-                problem, tiling, features, True, WARPGROUP,
+            p, acc, top, total, factor = next_block(
+                q_first, p, acc, top, total, factor, first, column - j * BN, block, sequence,
+                memory, problem, tiling, features, True, WARPGROUP,
             )  # fmt: skip
             block += 1
-    return p, acc, top, total, block
+    return p, acc, top, total, factor, block
 
 
 @gluon.jit
-def tail_cleared(stage, place, sequence, memory, tiling, features):
+def tail_cleared(stage, phase, place, sequence, memory, tiling, features):
     """See ``clear_tail``, for a tile's first block."""
     if features.PAGED or features.LENGTHS_KV != NO_LENGTHS:
+        mbarrier.wait(memory.v_full.index(stage), phase)
         column = (place.high - 1) * tiling.BLOCK_N
         clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
+
+
+@gluon.jit
+def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing, o_map, memory,
+                 problem, tiling, features, WARPGROUP: gl.constexpr):  # fmt: skip
+    """A tile, and the first block of the next one."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=nothing.type.layout, k_width=2
+    )
+    SLOTS: gl.constexpr = tiling.Q_SLOTS
+    AHEAD: gl.constexpr = tiling.AHEAD
+    DTYPE: gl.constexpr = memory.v.dtype
+    first = place.first + WARPGROUP * ROWS
+    slot = number % SLOTS
+    q_first = (slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
+    q_slot = memory.q.index(q_first)
+    if not AHEAD:
+        # Made anew by every tile.
+        same = (p, top, total)
+        stage, phase = stage_of(block, tiling), phase_of(block, tiling)
+        mbarrier.wait(memory.q_full.index(slot), number & 1)
+        mbarrier.wait(memory.k_full.index(stage), phase)
+        take_turn(tiling, WARPGROUP)
+        token = start_scores(q_first, stage, memory, tiling)
+        pass_turn(tiling, WARPGROUP)
+        scores = warpgroup_mma_wait(0, deps=(token,))
+        barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+        p, top, total = first_block(
+            scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
+        )
+        tail_cleared(stage, phase, place, sequence, memory, tiling, features)
+    p, acc, top, total, factor, block = middle_blocks(
+        q_first, p, nothing, top, total, place, first, block, sequence, memory, problem,
+        tiling, features, WARPGROUP,
+    )  # fmt: skip
+    last, last_phase = stage_of(block, tiling), phase_of(block, tiling)
+    block += 1
+    if tiling.OUT_PARTS > 0:
+        # All scores of the tile are made.
+        barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
+    if SLOTS == 2:
+        # Scores of the next tile; without one, of whatever is there, and nobody looks.
+        next_slot = (number + 1) % SLOTS
+        stage, phase = stage_of(block, tiling), phase_of(block, tiling)
+        next_phase = ((number + 1) // SLOTS) & 1
+        mbarrier.wait(memory.q_full.index(next_slot), next_phase)
+        more, next_place, next_sequence = told(next_slot, memory, problem, features)
+        next_first = (next_slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
+        mbarrier.wait(memory.k_full.index(stage), phase, pred=more)
+        take_turn(tiling, WARPGROUP)
+        token = start_scores(next_first, stage, memory, tiling)
+        mbarrier.wait(memory.v_full.index(last), last_phase)
+        p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
+        if tiling.PRESCALE:
+            acc = rescaled_lazily(acc, factor, tiling.LAZY)
+        acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
+        pass_turn(tiling, WARPGROUP)
+    else:
+        mbarrier.wait(memory.v_full.index(last), last_phase)
+        take_turn(tiling, WARPGROUP)
+        p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
+        if tiling.PRESCALE:
+            acc = rescaled_lazily(acc, factor, tiling.LAZY)
+        acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
+        pass_turn(tiling, WARPGROUP)
+    if tiling.EARLY:
+        scores = warpgroup_mma_wait(1, deps=(token,))
+        if more:
+            barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+        p_next, next_top, next_total = first_block(
+            scores, next_place, next_place.first + WARPGROUP * ROWS, next_sequence, problem,
+            tiling, features, p_layout, DTYPE,
+        )  # fmt: skip
+        acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
+    elif SLOTS == 2:
+        scores, acc = warpgroup_mma_wait(0, deps=(token, acc_token))
+        if more:
+            barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    barrier_arrive(tiling.V_BARRIER + last, tiling.RELEASE)
+    out = finish(acc, top, total, place, first, sequence, problem, features)
+    if features.REPAIRS:
+        spoiled = watched(out, spoiled)
+    out = out.to(DTYPE)
+    if AHEAD and SLOTS == 1:
+        stage, phase = stage_of(block, tiling), phase_of(block, tiling)
+        mbarrier.wait(memory.q_full.index(0), (number + 1) & 1)
+        more, next_place, next_sequence = told(0, memory, problem, features)
+        mbarrier.wait(memory.k_full.index(stage), phase, pred=more)
+        take_turn(tiling, WARPGROUP)
+        token = start_scores(q_first, stage, memory, tiling)
+        pass_turn(tiling, WARPGROUP)
+    leave(out, q_slot, o_map, place, first, sequence, memory, problem, tiling, features, WARPGROUP)
+    if tiling.OUT_PARTS == 0:
+        tma.store_wait(0)
+        barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
+    if AHEAD:
+        if SLOTS == 1:
+            scores = warpgroup_mma_wait(0, deps=(token,))
+            if more:
+                barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+        if not tiling.EARLY:
+            p_next, next_top, next_total = first_block(
+                scores, next_place, next_place.first + WARPGROUP * ROWS, next_sequence, problem,
+                tiling, features, p_layout, DTYPE,
+            )  # fmt: skip
+        p, top, total = p_next, next_top, next_total
+        if more:
+            tail_cleared(stage, phase, next_place, next_sequence, memory, tiling, features)
+    else:
+        mbarrier.wait(memory.q_full.index(0), (number + 1) & 1)
+        more, next_place, next_sequence = told(0, memory, problem, features)
+        p, top, total = same
+    return more, next_place, next_sequence, p, top, total, block, spoiled
 
 
 @gluon.jit
@@ -273,19 +274,16 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    SLOTS: gl.constexpr = tiling.Q_SLOTS
     DTYPE: gl.constexpr = memory.v.dtype
     nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
     if WARPGROUP == tiling.WARPGROUPS - 1:
         pass_turn(tiling, WARPGROUP)
     block = 0
-    count = count_tiles(problem, tiling, features)
-    step = next_step(0, problem, tiling, features)
-    place, sequence = place_of(step, problem, tiling, features)
-    # With two slots of Q, a tile's first block is begun beside the last product of the one before.
-    if SLOTS == 2:
-        some = count > 0
-        mbarrier.wait(memory.q_full.index(0), 0, pred=some)
+    mbarrier.wait(memory.q_full.index(0), 0)
+    some, place, sequence = told(0, memory, problem, features)
+    # A tile's first scores are made beside the last product of the tile before, if Q has two slots,
+    # or before O leaves, if that is not through Q's memory.
+    if tiling.AHEAD:
         mbarrier.wait(memory.k_full.index(0), 0, pred=some)
         take_turn(tiling, WARPGROUP)
         token = start_scores(WARPGROUP * tiling.Q_PITCH, 0, memory, tiling)
@@ -297,97 +295,19 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
         p, top, total = first_block(
             scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
         )
-        mbarrier.wait(memory.v_full.index(0), 0, pred=some)
-        tail_cleared(0, place, sequence, memory, tiling, features)
+        if some:
+            tail_cleared(0, 0, place, sequence, memory, tiling, features)
+    else:
+        # Made anew by every tile.
+        p, top, total = nothing_yet(tiling, p_layout, DTYPE)
     spoiled = thread_sums(nothing)
-    for number in range(count):
-        first = place.first + WARPGROUP * ROWS
-        slot = number % SLOTS
-        q_first = (slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
-        q_slot = memory.q.index(q_first)
-        more = number + 1 < count
-        if SLOTS == 1:
-            stage, phase = stage_of(block, tiling), phase_of(block, tiling)
-            mbarrier.wait(memory.q_full.index(slot), number & 1)
-            mbarrier.wait(memory.k_full.index(stage), phase)
-            take_turn(tiling, WARPGROUP)
-            token = start_scores(q_first, stage, memory, tiling)
-            pass_turn(tiling, WARPGROUP)
-            scores = warpgroup_mma_wait(0, deps=(token,))
-            barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
-            p, top, total = first_block(
-                scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
-            )
-            mbarrier.wait(memory.v_full.index(stage), phase)
-            tail_cleared(stage, place, sequence, memory, tiling, features)
-        p, acc, top, total, block = middle_blocks(
-            q_first, p, nothing, top, total, place, first, block, sequence, memory, problem,
+    number = gl.to_tensor(0)
+    while some:
+        some, place, sequence, p, top, total, block, spoiled = consume_tile(
+            number, place, sequence, p, top, total, block, spoiled, nothing, o_map, memory, problem,
             tiling, features, WARPGROUP,
         )  # fmt: skip
-        last = stage_of(block, tiling)
-        block += 1
-        if tiling.OUT_PARTS > 0:
-            # All scores of the tile are made.
-            if number + SLOTS < count:
-                barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
-        if SLOTS == 2:
-            # Scores of the next tile; without one, of whatever is there, and nobody looks.
-            next_slot = (number + 1) % SLOTS
-            stage, phase = stage_of(block, tiling), phase_of(block, tiling)
-            mbarrier.wait(memory.q_full.index(next_slot), ((number + 1) // SLOTS) & 1, pred=more)
-            next_first = (next_slot * tiling.WARPGROUPS + WARPGROUP) * tiling.Q_PITCH
-            mbarrier.wait(memory.k_full.index(stage), phase, pred=more)
-            take_turn(tiling, WARPGROUP)
-            token = start_scores(next_first, stage, memory, tiling)
-            p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
-            acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
-            pass_turn(tiling, WARPGROUP)
-        else:
-            take_turn(tiling, WARPGROUP)
-            p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
-            acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
-            pass_turn(tiling, WARPGROUP)
-        # Found while the products run.
-        step = next_step(step + 1, problem, tiling, features)
-        next_place, next_sequence = place_of(step, problem, tiling, features)
-        if tiling.EARLY:
-            scores = warpgroup_mma_wait(1, deps=(token,))
-            if more:
-                barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
-            p_next, next_top, next_total = first_block(
-                scores, next_place, next_place.first + WARPGROUP * ROWS, next_sequence, problem,
-                tiling, features, p_layout, DTYPE,
-            )  # fmt: skip
-            mbarrier.wait(memory.v_full.index(stage), phase, pred=more)
-            acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))
-        elif SLOTS == 2:
-            scores, acc = warpgroup_mma_wait(0, deps=(token, acc_token))
-            if more:
-                barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc_token,))
-        barrier_arrive(tiling.V_BARRIER + last, tiling.RELEASE)
-        out = finish(acc, top, total, place, first, sequence, problem, features)
-        if features.REPAIRS:
-            spoiled = watched(out, spoiled)
-        leave(
-            out, q_slot, o_map, place, first, sequence, memory, problem, tiling, features, WARPGROUP
-        )
-        if tiling.OUT_PARTS == 0:
-            tma.store_wait(0)
-            if number + SLOTS < count:
-                barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
-        if SLOTS == 2:
-            if not tiling.EARLY:
-                p_next, next_top, next_total = first_block(
-                    scores, next_place, next_place.first + WARPGROUP * ROWS, next_sequence, problem,
-                    tiling, features, p_layout, DTYPE,
-                )  # fmt: skip
-                mbarrier.wait(memory.v_full.index(stage), phase, pred=more)
-            p, top, total = p_next, next_top, next_total
-            if more:
-                tail_cleared(stage, next_place, next_sequence, memory, tiling, features)
-        place, sequence = next_place, next_sequence
+        number += 1
     tma.store_wait(0)
     if features.REPAIRS:
         note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))

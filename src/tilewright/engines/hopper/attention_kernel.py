@@ -18,15 +18,15 @@ from tilewright.engines.hopper.attention_records import (
     ORDERED,
     PLAIN,
     ROWS,
-    Features,
     Memory,
     Operand,
     Pages,
     Problem,
-    Tiling,
 )
 from tilewright.engines.hopper.attention_repair import repair_all
+from tilewright.engines.hopper.attention_settings import Features, Tiling
 from tilewright.engines.hopper.attention_softmax import LOG2E
+from tilewright.engines.hopper.attention_words import WORDS as TOLD
 
 
 @gluon.jit
@@ -146,6 +146,9 @@ def attention_forward(
     OUT_PARTS: gl.constexpr,
     EARLY: gl.constexpr,
     WORDS: gl.constexpr,
+    PRESCALE: gl.constexpr,
+    LAZY: gl.constexpr,
+    AHEAD: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -178,6 +181,9 @@ def attention_forward(
         OUT_PARTS,
         EARLY,
         WORDS,
+        PRESCALE,
+        LAZY,
+        AHEAD,
     )
     features = Features(
         HAS_LEFT,
@@ -271,6 +277,9 @@ def attention_forward(
         o_room,
         gl.allocate_shared_memory(
             gl.int32, [WARPGROUPS, 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
+        gl.allocate_shared_memory(
+            gl.int32, [Q_SLOTS * TOLD, 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         ),
     )
     for i in gl.static_range(Q_SLOTS):

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewright.engines.hopper.attention_order import HEADER as _HEADER
 from tilewright.engines.hopper.attention_order import SCALE as _SCALE
 from tilewright.engines.hopper.attention_records import (
     NO_LENGTHS,
@@ -13,15 +14,14 @@ from tilewright.engines.hopper.attention_records import (
 )
 from tilewright.engines.hopper.attention_tiles import (
     count_causal,
-    count_dealt,
     count_even,
-    number_dealt,
     tile_causal,
     tile_even,
+    tile_of_item,
 )
 
-# Numbers between an order's count and its tiles.
-SCALE = gl.constexpr(_SCALE)
+# Numbers before an order's tiles: the count of tiles, the counter of items, and the buckets.
+BEFORE = gl.constexpr(_HEADER + _SCALE)
 
 
 @gluon.jit
@@ -77,14 +77,19 @@ def sequence_of(batch, problem, features):
 def tile_of(step, problem, tiling, features):
     """(tile, head) of this program's ``step``; one of the last beyond the end."""
     if features.RAGGED_Q == ORDERED:
-        number = number_dealt(step, gl.program_id(0), gl.num_programs(0))
-        number = min(number, max(gl.load(problem.order) * problem.heads_q - 1, 0))
-        entry = gl.load(problem.order + 1 + SCALE + number // problem.heads_q)
+        # ``step`` is an item.
+        item = max(step, 0)
+        entry = gl.load(problem.order + BEFORE + item // problem.heads_q)
         # Where no sequence has a row there is no entry, and what lies there is not looked at.
         last = problem.heads // problem.heads_q * problem.tiles - 1
         entry = min(max(entry, 0), last)
-        tile = entry % problem.tiles
-        head = entry // problem.tiles * problem.heads_q + number % problem.heads_q
+        batch = entry // problem.tiles
+        rows = length_of(
+            batch, problem.lengths_q, problem.lengths_q_step, problem.rows, features.LENGTHS_Q
+        )
+        own = max((rows + tiling.BLOCK_M - 1) // tiling.BLOCK_M, 1)
+        tile, head = tile_of_item(item, entry % problem.tiles, own, problem.heads_q)
+        head = batch * problem.heads_q + min(max(head, 0), problem.heads_q - 1)
     elif tiling.BY_COST:
         tile, head = tile_causal(
             step, gl.program_id(0), problem.tiles, problem.heads, gl.num_programs(0)
@@ -95,11 +100,35 @@ def tile_of(step, problem, tiling, features):
 
 
 @gluon.jit
+def items_of(problem):
+    """How many items an order has: tiles, once a head."""
+    return gl.load(problem.order) * problem.heads_q
+
+
+@gluon.jit
+def fetched(problem):
+    """The next item that no program has."""
+    return gl.atomic_add(problem.order + 1, 1, sem="relaxed")
+
+
+@gluon.jit
+def note_owner(item, problem):
+    """Write down that an item is this program's."""
+    gl.store(owners_of(problem) + item, gl.program_id(0).to(gl.int16))
+
+
+@gluon.jit
+def owners_of(problem):
+    """Where the programs of items are written down: behind the tiles, two bytes each."""
+    tiles = problem.heads // problem.heads_q * problem.tiles
+    return (problem.order + BEFORE + tiles).to(gl.pointer_type(gl.int16))
+
+
+@gluon.jit
 def steps_of(problem, tiling, features):
     """How many tiles this program walks, those beyond a sequence's end included."""
     if features.RAGGED_Q == ORDERED:
-        items = gl.load(problem.order) * problem.heads_q
-        count = count_dealt(gl.program_id(0), items, gl.num_programs(0))
+        count = items_of(problem)
     elif tiling.BY_COST:
         count = count_causal(gl.program_id(0), problem.tiles, problem.heads, gl.num_programs(0))
     else:

@@ -9,8 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewright.engines.hopper.attention_places import count_tiles, next_step, place_of
-from tilewright.engines.hopper.attention_records import ROWS
+from tilewright.engines.hopper.attention_places import (
+    fetched,
+    items_of,
+    next_step,
+    note_owner,
+    place_of,
+    steps_of,
+)
+from tilewright.engines.hopper.attention_records import ORDERED, ROWS
+from tilewright.engines.hopper.attention_words import tell
 from tilewright.engines.hopper.barriers import barrier_wait
 
 # Columns of V that lie together in shared memory.
@@ -51,76 +59,138 @@ def copy_pages(
 
 
 @gluon.jit
+def copy_k(block, column, place, sequence, k_map, memory, problem, tiling, features):
+    """A block of K into its place in the ring."""
+    stage = block % tiling.STAGES
+    if block >= tiling.STAGES:
+        barrier_wait(tiling.K_BARRIER + stage, tiling.RELEASE)
+    k_full = memory.k_full.index(stage)
+    mbarrier.expect(k_full, tiling.BLOCK_N * tiling.DEPTH * 2)
+    batch, head = batch_and_head(place, problem, features)
+    if features.PAGED:
+        copy_pages(
+            k_map, k_full, stage, column, tiling.K_BOX, tiling.SLABS, memory.k, problem.k_pages,
+            place.batch, head, sequence, tiling,
+        )  # fmt: skip
+    else:
+        for s in gl.static_range(tiling.SLABS):
+            tma.async_copy_global_to_shared(
+                k_map,
+                [batch, head, sequence.k_row + column, s * tiling.SLAB],
+                k_full,
+                memory.k.index(stage * tiling.SLABS + s),
+            )
+
+
+@gluon.jit
+def copy_v(block, column, place, sequence, v_map, memory, problem, tiling, features):
+    """A block of V into its place in the ring."""
+    stage = block % tiling.STAGES
+    if block >= tiling.STAGES:
+        barrier_wait(tiling.V_BARRIER + stage, tiling.RELEASE)
+    v_full = memory.v_full.index(stage)
+    mbarrier.expect(v_full, tiling.BLOCK_N * tiling.DEPTH_V * 2)
+    batch, head = batch_and_head(place, problem, features)
+    if features.PAGED:
+        copy_pages(
+            v_map, v_full, stage, column, tiling.V_BOX, tiling.DEPTH_V // PANEL, memory.v,
+            problem.v_pages, place.batch, head, sequence, tiling,
+        )  # fmt: skip
+    else:
+        tma.async_copy_global_to_shared(
+            v_map, [batch, head, sequence.v_row + column, 0], v_full, memory.v.index(stage)
+        )
+
+
+@gluon.jit
+def batch_and_head(place, problem, features):
+    """Where K and V of a tile are."""
+    batch = place.batch
+    if features.RAGGED_KV:
+        batch = place.batch * 0
+    return batch, place.head // problem.group
+
+
+@gluon.jit
+def produce_tile(
+    place, sequence, number, block, q_map, k_map, v_map, memory, problem, tiling, features
+):
+    """The copies of a tile but its first of K; the number of blocks so far.
+
+    A block of K goes before V of the block before: its place is free earlier, and it is wanted
+    first.
+    """
+    batch_q = place.batch
+    if features.RAGGED_Q:
+        batch_q = place.batch * 0
+    slot = number % tiling.Q_SLOTS
+    q_full = memory.q_full.index(slot)
+    mbarrier.expect(q_full, tiling.BLOCK_M * tiling.DEPTH * 2)
+    for w in gl.static_range(tiling.WARPGROUPS):
+        for s in gl.static_range(tiling.SLABS):
+            tma.async_copy_global_to_shared(
+                q_map,
+                [
+                    batch_q,
+                    place.head,
+                    sequence.q_row + place.first + w * ROWS,
+                    s * tiling.SLAB,
+                ],
+                q_full,
+                memory.q.index((slot * tiling.WARPGROUPS + w) * tiling.Q_PITCH + s),
+            )
+    column = (place.high - 1) * tiling.BLOCK_N
+    for _ in range(1, place.high - place.low):
+        before = column
+        column -= tiling.BLOCK_N
+        copy_k(block + 1, column, place, sequence, k_map, memory, problem, tiling, features)
+        copy_v(block, before, place, sequence, v_map, memory, problem, tiling, features)
+        block += 1
+    copy_v(block, column, place, sequence, v_map, memory, problem, tiling, features)
+    return block + 1
+
+
+@gluon.jit
 def produce(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
     """The producer warp: every copy into shared memory."""
     block = 0
-    step = next_step(0, problem, tiling, features)
-    for number in range(count_tiles(problem, tiling, features)):
+    number = gl.to_tensor(0)
+    more = gl.to_tensor(True)
+    if features.RAGGED_Q == ORDERED:
+        count = items_of(problem)
+        step = fetched(problem)
+    else:
+        count = steps_of(problem, tiling, features)
+        step = next_step(0, problem, tiling, features)
+    while more:
+        more = step < count
         place, sequence = place_of(step, problem, tiling, features)
-        batch_q = place.batch
-        batch_kv = place.batch
-        if features.RAGGED_Q:
-            batch_q = place.batch * 0
-        if features.RAGGED_KV:
-            batch_kv = place.batch * 0
-        head_kv = place.head // problem.group
+        if more:
+            # Q may have to wait for its slot.
+            column = (place.high - 1) * tiling.BLOCK_N
+            copy_k(block, column, place, sequence, k_map, memory, problem, tiling, features)
         slot = number % tiling.Q_SLOTS
         if number >= tiling.Q_SLOTS:
             barrier_wait(tiling.Q_BARRIER + slot, tiling.RELEASE)
-        q_full = memory.q_full.index(slot)
-        mbarrier.expect(q_full, tiling.BLOCK_M * tiling.DEPTH * 2)
-        for w in gl.static_range(tiling.WARPGROUPS):
-            for s in gl.static_range(tiling.SLABS):
-                tma.async_copy_global_to_shared(
-                    q_map,
-                    [
-                        batch_q,
-                        place.head,
-                        sequence.q_row + place.first + w * ROWS,
-                        s * tiling.SLAB,
-                    ],
-                    q_full,
-                    memory.q.index((slot * tiling.WARPGROUPS + w) * tiling.Q_PITCH + s),
-                )
-        for j in range(place.high - place.low):
-            stage = block % tiling.STAGES
-            column = (place.high - 1 - j) * tiling.BLOCK_N
-            if block >= tiling.STAGES:
-                barrier_wait(tiling.K_BARRIER + stage, tiling.RELEASE)
-            k_full = memory.k_full.index(stage)
-            mbarrier.expect(k_full, tiling.BLOCK_N * tiling.DEPTH * 2)
-            if features.PAGED:
-                copy_pages(
-                    k_map, k_full, stage, column, tiling.K_BOX, tiling.SLABS, memory.k,
-                    problem.k_pages, place.batch, head_kv, sequence, tiling,
-                )  # fmt: skip
+        tell(more, place, sequence, slot, memory, features)
+        if more:
+            if features.RAGGED_Q == ORDERED:
+                if features.REPAIRS:
+                    note_owner(step, problem)
+            block = produce_tile(
+                place, sequence, number, block, q_map, k_map, v_map, memory, problem, tiling,
+                features,
+            )  # fmt: skip
+            if features.RAGGED_Q == ORDERED:
+                step = fetched(problem)
             else:
-                for s in gl.static_range(tiling.SLABS):
-                    tma.async_copy_global_to_shared(
-                        k_map,
-                        [batch_kv, head_kv, sequence.k_row + column, s * tiling.SLAB],
-                        k_full,
-                        memory.k.index(stage * tiling.SLABS + s),
-                    )
-            if block >= tiling.STAGES:
-                barrier_wait(tiling.V_BARRIER + stage, tiling.RELEASE)
-            v_full = memory.v_full.index(stage)
-            mbarrier.expect(v_full, tiling.BLOCK_N * tiling.DEPTH_V * 2)
-            if features.PAGED:
-                copy_pages(
-                    v_map, v_full, stage, column, tiling.V_BOX, tiling.DEPTH_V // PANEL, memory.v,
-                    problem.v_pages, place.batch, head_kv, sequence, tiling,
-                )  # fmt: skip
-            else:
-                tma.async_copy_global_to_shared(
-                    v_map,
-                    [batch_kv, head_kv, sequence.v_row + column, 0],
-                    v_full,
-                    memory.v.index(stage),
-                )
-            block += 1
-        step = next_step(step + 1, problem, tiling, features)
+                step = next_step(step + 1, problem, tiling, features)
+            number += 1
+        else:
+            mbarrier.arrive(memory.q_full.index(slot), count=1)
     # Meet the releases that no copy waited for, so that no barrier is left half joined.
+    for j in range(max(number + 1 - tiling.Q_SLOTS, 0), number):
+        barrier_wait(tiling.Q_BARRIER + j % tiling.Q_SLOTS, tiling.RELEASE)
     for j in range(max(block - tiling.STAGES, 0), block):
         barrier_wait(tiling.K_BARRIER + j % tiling.STAGES, tiling.RELEASE)
         barrier_wait(tiling.V_BARRIER + j % tiling.STAGES, tiling.RELEASE)

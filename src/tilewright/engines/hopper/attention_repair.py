@@ -14,11 +14,13 @@ from triton.experimental.gluon import language as gl
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
     element,
+    items_of,
     key_element,
     next_step,
+    owners_of,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, apart
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ORDERED, ROWS, apart
 from tilewright.engines.hopper.attention_softmax import (
     LOG2E,
     MINUS_INFINITY,
@@ -57,12 +59,24 @@ def repair_all(memory, problem, tiling, features):
         found = found | memory.spoiled.index(w).load(layout)
     if gl.max(gl.max(found, 1), 0) != 0:
         problem = apart(problem, opaque_zero())
-        step = next_step(0, problem, tiling, features)
-        for _ in range(count_tiles(problem, tiling, features)):
-            place, sequence = place_of(step, problem, tiling, features)
-            for part in range(tiling.WARPGROUPS):
-                repair(place, place.first + part * ROWS, sequence, problem, tiling, features)
-            step = next_step(step + 1, problem, tiling, features)
+        if features.RAGGED_Q == ORDERED:
+            owners = owners_of(problem)
+            for item in range(items_of(problem)):
+                if gl.load(owners + item) == gl.program_id(0):
+                    repair_tile(item, problem, tiling, features)
+        else:
+            step = next_step(0, problem, tiling, features)
+            for _ in range(count_tiles(problem, tiling, features)):
+                repair_tile(step, problem, tiling, features)
+                step = next_step(step + 1, problem, tiling, features)
+
+
+@gluon.jit
+def repair_tile(step, problem, tiling, features):
+    """See ``repair``, for all rows of a tile."""
+    place, sequence = place_of(step, problem, tiling, features)
+    for part in range(tiling.WARPGROUPS):
+        repair(place, place.first + part * ROWS, sequence, problem, tiling, features)
 
 
 @gluon.jit

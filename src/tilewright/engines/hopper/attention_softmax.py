@@ -2,6 +2,7 @@
 
 Softmax in base 2 with the scale folded in; the running maximum m and the sum l of a row:
     m' = max(m, max s),  p = 2^(c s - c m'),  l' = 2^(c m - c m') l + sum p,  c = scale * log2(e).
+If LAZY, m stays where it would grow by less than 8 / c: then p is up to 2^8, and as exact.
 
 Source: Milakov and Gimelshein 2018.
 """
@@ -49,13 +50,18 @@ def masked(scores, first, column, sequence, tiling, features):
     # Counted from the block's first column: what is compared is known to the compiler.
     columns = gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(0, layout))
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    # What a thread's columns have in common moves to the other side: constants are left.
+    common = columns & 6
+    columns = columns & -7
     if features.HAS_RIGHT:
         end = gl.minimum(rows + sequence.right + 1, sequence.keys) - column
-        seen = columns[None, :] < end[:, None]
+        seen = columns[None, :] < end[:, None] - common[None, :]
     else:
-        seen = (columns < sequence.keys - column)[None, :]
+        seen = (columns < sequence.keys - column - common)[None, :]
     if features.HAS_LEFT:
-        seen = seen & (columns[None, :] > (rows - sequence.left - column)[:, None])
+        seen = seen & (
+            columns[None, :] > (rows - sequence.left - column)[:, None] - common[None, :]
+        )
     return gl.where(seen, scores, MINUS_INFINITY)
 
 
@@ -121,14 +127,19 @@ def thread_sums(p):
 
 
 @gluon.jit
-def softmax_block(scores, top, total, scale, MASKED: gl.constexpr):
+def softmax_block(scores, top, total, scale, MASKED: gl.constexpr, LAZY: gl.constexpr):
     """(p, factor of what came before, the new maximum, the new sums) of one block of scores."""
     new_top = gl.maximum(top, gl.max(scores, 1))
+    if LAZY:
+        grows = (new_top - top) * scale > 8.0
+        new_top = gl.where(grows, new_top, top)
     shift = new_top * scale
     if MASKED:
         shift = gl.where(new_top == MINUS_INFINITY, 0.0, shift)
     p = gl.exp2(scores * scale - shift[:, None])
     factor = gl.exp2(top * scale - shift)
+    if LAZY:
+        factor = gl.where(grows, factor, 1.0)
     sums = thread_sums(p)
     spread = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     return p, factor, new_top, total * spread[:, None] + sums
@@ -140,6 +151,44 @@ def rescaled(acc, factor):
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     factor = gl.convert_layout(factor, layout, assert_trivial=True)
     return acc * factor[:, None]
+
+
+@gluon.constexpr_function
+def skipping_products(count):
+    """PTX: ``count`` numbers of a thread times a factor each, unless those of all its warp are 1.
+
+    The numbers lie in pairs of a row and of the row 8 below in turn, as a product leaves them.
+    """
+    text = "{.reg .pred one, two, any;"
+    text += f"setp.neu.f32 one, ${2 * count}, 0f3F800000;"
+    text += f"setp.neu.or.f32 two, ${2 * count + 2}, 0f3F800000, one;"
+    text += "vote.sync.any.pred any, two, 0xffffffff; @!any bra SKIP;"
+    for i in range(count):
+        text += f"mul.f32 ${i}, ${i}, ${2 * count + i};"
+    return text + "SKIP: }"
+
+
+@gluon.constexpr_function
+def products_in_place(count):
+    """The constraints that go with ``skipping_products``."""
+    places = ",".join(str(i) for i in range(count))
+    return ",".join(["=f"] * count) + "," + places + "," + ",".join(["f"] * count)
+
+
+@gluon.jit
+def rescaled_lazily(acc, factor, LAZY: gl.constexpr):
+    """``rescaled``; if LAZY, a warp whose factors are all 1 leaves it out."""
+    if LAZY:
+        layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        factor = gl.convert_layout(factor, layout, assert_trivial=True)
+        COUNT: gl.constexpr = acc.shape[1] // 2
+        out = gl.inline_asm_elementwise(
+            skipping_products(COUNT), products_in_place(COUNT), [acc, factor[:, None]],
+            dtype=gl.float32, is_pure=False, pack=COUNT,
+        )  # fmt: skip
+    else:
+        out = rescaled(acc, factor)
+    return out
 
 
 @gluon.jit

@@ -11,8 +11,7 @@ one and tile p of the other, which cost the same together for every p. Programs 
 rounds, again head by head, and all stay level. What is left for the last round and a bit is sorted,
 longest first, and dealt back and forth: the shortest tiles fill the last gaps.
 
-Packed sequences have tiles of any cost: a list of all of them, the costliest first, is dealt back
-and forth (``attention_order``).
+Packed sequences have tiles of any cost: programs fetch them one by one (``attention_order``).
 
 These functions run inside kernels, and as plain Python (``function.fn``) in tests.
 """
@@ -134,3 +133,14 @@ def tile_causal(step, program, tiles, heads, programs):
             if (both == 2) & (tile >= tiles - cut):
                 head = split + 1
     return tile, head
+
+
+@gluon.jit
+def tile_of_item(item, tile, tiles, heads):
+    """(tile, head) of an item of a packed sequence of ``tiles`` tiles, the last tile first.
+
+    ``tile`` is the one of the order's entry ``item // heads``.
+    """
+    before = item // heads - (tiles - 1 - tile)
+    number = item - before * heads
+    return tiles - 1 - number % tiles, number // tiles

@@ -66,3 +66,11 @@ def opaque_zero():
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def unmoved(x):
+    """``x``, and what is computed from it is computed here: the compiler sees another value."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+    )

@@ -234,6 +234,18 @@ def test_a_stride_that_is_never_stepped_does_not_count() -> None:
 
 
 @pytest.mark.L0
+def test_long_causal_heads_of_64_have_taller_tiles() -> None:
+    for rows, options, height in (
+        (2048, {"use_causal_mask": True}, 128),
+        (8192, {"use_causal_mask": True}, 192),
+        (8192, {"use_causal_mask": True, "sliding_window_length": 500}, 128),
+        (8192, {}, 192),
+    ):
+        spec = spec_of(dims=((1, 4, rows, 64),) * 3, **options)
+        assert attention.choose_config(spec).block_m == height, (rows, options)
+
+
+@pytest.mark.L0
 def test_only_sm90_is_admitted() -> None:
     # G3: a lower bound is not the device.
     entry = engine_by_name("hopper")

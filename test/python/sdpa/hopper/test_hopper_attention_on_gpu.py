@@ -216,6 +216,15 @@ def test_many_tiles_a_program_and_growing_maxima() -> None:
 
 
 @pytest.mark.L0
+def test_long_causal_tiles_of_three_groups() -> None:
+    # Heads of 64 have taller tiles there, which cut blocks of keys at other rows.
+    for extents, band in (((6200, 6200), CAUSAL), ((6150, 6400), BOTTOM)):
+        tensors = draw(10, (2, 1), extents, batch=1, dtype=torch.float16)
+        declare(tensors, band).execute(tensors)
+        check(tensors, band)
+
+
+@pytest.mark.L0
 def test_the_oracle_agrees() -> None:
     tensors = draw(7, (4, 2), (100, 200), (64, 64))
     graph = declare(tensors, BOTTOM)
