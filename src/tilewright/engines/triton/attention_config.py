@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tilewright.artifact.environment import installed_version
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs
 from tilewright.engines.triton.attention_spec import AttentionSpec
@@ -37,6 +38,23 @@ PROGRAMS_A_MULTIPROCESSOR = 2
 SMALL_PROGRAMS_A_MULTIPROCESSOR = 3
 # As many as let three programs of four warps share a multiprocessor's registers.
 SMALL_PROGRAM_REGISTERS = 168
+# The kernel that loads keys into registers (``attention_decode_direct``): keys of a block, and
+# queries of a program, which are 8 at most or 16.
+DIRECT_BLOCK = 16
+DIRECT_ROWS, MAX_DIRECT_ROWS = 8, 16
+# Programs of one warp that share a multiprocessor, and registers of a thread, so that programs of
+# the combination find room beside them: where they did not, a call took a fifth longer.
+DIRECT_PROGRAMS_A_MULTIPROCESSOR = {DIRECT_ROWS: 8, MAX_DIRECT_ROWS: 6}
+DIRECT_REGISTERS = {DIRECT_ROWS: 216, MAX_DIRECT_ROWS: 255}
+MIN_DIRECT_RUN_BLOCKS, MAX_DIRECT_RUNS = 4, 32
+# Less to read is read sooner without a split, and more sooner by the copy engine.
+MIN_DIRECT_BYTES, MAX_DIRECT_BYTES = 2**26, 3 * 2**26
+# With fewer programs than this share of those that there is room for, too little is asked for.
+MIN_DIRECT_SHARE = 0.75
+# Of a grid's third axis.
+MAX_DIRECT_BATCH = 65535
+# Versions of Triton that have what it is written in as it is written there.
+DIRECT_VERSIONS = ("3.6.", "3.7.")
 # Runs of keys: at most so long, unless that made more of them than this; no shorter than this.
 MAX_RUN_KEYS = 2048
 MAX_RUNS_A_MULTIPROCESSOR = 16
@@ -70,7 +88,8 @@ class ForwardConfig:
     ``is_ahead``: a block's product is begun before the softmax of the one before it, which pays
     where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
     ``programs``: multiprocessors for the kernel whose warp groups load or compute; 0 is another.
-    ``max_registers`` limits a thread's.
+    ``max_registers`` limits a thread's. ``is_direct``: keys and values of few queries go straight
+    into registers.
     """
 
     block_m: int
@@ -84,6 +103,7 @@ class ForwardConfig:
     programs: int = 0
     max_registers: int | None = None
     sharing: Sharing | None = None
+    is_direct: bool = False
 
     @property
     def is_specialized(self) -> bool:
@@ -113,6 +133,8 @@ class ForwardConfig:
             stages=knobs.get(knob_type.STAGES, self.stages),
             splits=knobs.get(knob_type.SPLIT_K, self.splits),
         )
+        if made.is_direct and (made.block_n, made.warps) != (DIRECT_BLOCK, 1):
+            made = replace(made, is_direct=False)
         is_tile = made.warps == GROUP_WARPS and made.block_m == 2 * GROUP_ROWS
         is_dealt = is_tile and self.programs > 0 and made.stages <= MAX_DEALT_STAGES
         if not made.has_maps or (is_dealt and (knob_type.ROW_BLOCK in knobs or not knobs)):
@@ -245,7 +267,8 @@ def ranked_configs(
         ranked = [decode, whole_loop]
         if decode.splits > 1:
             # Twice as many runs, and none, where lengths are more or less even than guessed.
-            ranked += [replace(decode, splits=2 * decode.splits), replace(decode, splits=1)]
+            ranked.append(replace(decode, splits=2 * decode.splits))
+            ranked += [] if decode.is_direct else [replace(decode, splits=1)]
     elif whole_loop.is_specialized:
         ranked.append(choose_config(spec, sm_count))
     elif whole_loop.block_m == 128:
@@ -286,6 +309,8 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
         return None
     if spec.has_philox or spec.has_drop_mask or spec.has_block_mask:
         return None
+    if takes_registers(spec, sm_count) and pays_in_registers(spec, sm_count):
+        return _direct_config(spec, sm_count)
     width = max(sum(pieces(spec.depth)), sum(pieces(spec.depth_v)))
     if spec.data_type is DataType.FLOAT:
         width *= 2
@@ -306,6 +331,54 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
     splits = _splits(spec, block_n, sm_count, sharing.programs)
     stages = 4 if has_room and not (is_small and splits > 1) else 3
     return ForwardConfig(block_m, block_n, 4, stages, splits, sharing=sharing)
+
+
+def takes_registers(spec: AttentionSpec, sm_count: int) -> bool:
+    """True if ``attention_decode_direct`` serves the declaration on the device."""
+    if sm_count not in _SM90_MULTIPROCESSORS:
+        return False
+    if not installed_version("triton").startswith(DIRECT_VERSIONS):
+        return False
+    if spec.rows * spec.group > MAX_DIRECT_ROWS or spec.data_type is DataType.FLOAT:
+        return False
+    if spec.changes_scores or spec.is_banded or spec.scale is None or spec.scale <= 0.0:
+        return False
+    if spec.is_ragged("k") or spec.is_ragged("v") or spec.batch > MAX_DIRECT_BATCH:
+        return False
+    return {spec.depth, spec.depth_v} <= {64, 128} and _direct_splits(spec, sm_count) > 1
+
+
+def pays_in_registers(spec: AttentionSpec, sm_count: int) -> bool:
+    """True if so much is to be read that registers are the quickest way."""
+    units = spec.batch * spec.heads_kv
+    bytes_ = units * spec.keys * (spec.depth + spec.depth_v) * spec.data_type.bits // 8
+    programs = units * _direct_splits(spec, sm_count)
+    is_full = programs >= MIN_DIRECT_SHARE * direct_programs(spec, sm_count)
+    return is_full and MIN_DIRECT_BYTES <= bytes_ <= MAX_DIRECT_BYTES
+
+
+def direct_programs(spec: AttentionSpec, sm_count: int) -> int:
+    """Programs of ``attention_decode_direct`` that the device holds, the combination's beside."""
+    return DIRECT_PROGRAMS_A_MULTIPROCESSOR[_direct_rows(spec)] * sm_count
+
+
+def _direct_rows(spec: AttentionSpec) -> int:
+    return DIRECT_ROWS if spec.rows * spec.group <= DIRECT_ROWS else MAX_DIRECT_ROWS
+
+
+def _direct_splits(spec: AttentionSpec, sm_count: int) -> int:
+    """Runs of the declared keys, each a program's: as many as there is room for at once."""
+    blocks = -(-spec.keys // DIRECT_BLOCK)
+    most = direct_programs(spec, sm_count) // max(spec.batch * spec.heads_kv, 1)
+    most = min(most, MAX_DIRECT_RUNS, blocks // MIN_DIRECT_RUN_BLOCKS)
+    return -(-blocks // -(-blocks // most)) if most > 1 else 1
+
+
+def _direct_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
+    registers = DIRECT_REGISTERS[_direct_rows(spec)]
+    sharing = Sharing(direct_programs(spec, sm_count), is_early=True, max_registers=registers)
+    splits = _direct_splits(spec, sm_count)
+    return ForwardConfig(MIN_BLOCK, DIRECT_BLOCK, 1, 2, splits, sharing=sharing, is_direct=True)
 
 
 def _splits(spec: AttentionSpec, block_n: int, sm_count: int, programs: int) -> int:

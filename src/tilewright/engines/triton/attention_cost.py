@@ -19,7 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
-from tilewright.engines.triton.attention_config import ForwardConfig, power_of_two, takes_many_tiles
+from tilewright.engines.triton.attention_config import (
+    ForwardConfig,
+    direct_programs,
+    power_of_two,
+    takes_many_tiles,
+)
 from tilewright.engines.triton.attention_spec import AttentionSpec
 
 
@@ -188,6 +193,8 @@ def _programs_at_once(spec: AttentionSpec, config: ForwardConfig, facts: DeviceF
     used += config.block_n * _bytes_a_key(spec) * max(config.stages - 1, 1)
     if config.is_specialized:
         return 1
+    if config.is_direct:
+        return direct_programs(spec, 1)
     by_memory = facts.shared_kib * 1024 // max(used, 1)
     warps = _WARPS_AT_ONCE if config.max_registers is None else _LIMITED_WARPS_AT_ONCE
     return max(1, min(by_memory, warps // config.warps))

@@ -4,6 +4,7 @@ The queries of all heads that share a key head form one tile, so keys are read o
 makes too few programs, keys are cut into runs (``attention_runs``), and as many programs as the
 device holds share the runs that there are; ``attention_combine`` joins the sums of a sequence. It
 is launched early: it starts, and works out where its sums are, while the last programs run.
+``attention_decode_direct`` makes the sums of plain scores where keys are not very many.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tilewright.engines.triton.attention_arguments import (
 )
 from tilewright.engines.triton.attention_combine import attention_combine
 from tilewright.engines.triton.attention_config import (
+    DIRECT_ROWS,
     ForwardConfig,
     Sharing,
     pieces,
@@ -50,7 +52,8 @@ from tilewright.launch.workspace import plan_workspace
 
 # Elements of sums, rows by width aside, that a combining program holds at a time.
 _RUNS_AT_ONCE = 16
-_COMBINE_WARPS = 4
+# One warp combines: nothing is exchanged, and its programs find room beside those that sum.
+_COMBINE_WARPS = 1
 # The kernels' names of what is in the workspace.
 _PARTS = ("part_acc", "part_total", "part_top")
 
@@ -276,7 +279,8 @@ def decode_plan(
         ("maxima", units * runs * tile * 4),
     ]
     pieces_at = [piece.offset_bytes for piece in plan_workspace(scratch).pieces]
-    is_mapped = is_split and is_aligned and sharing.has_maps
+    is_direct = is_split and is_aligned and config.is_direct
+    is_mapped = is_split and is_aligned and sharing.has_maps and not is_direct
     is_mapped = is_mapped and _moves_whole_blocks(spec, config.block_n)
 
     def arguments() -> KernelArguments:
@@ -291,6 +295,7 @@ def decode_plan(
         for name, offset in zip(_PARTS, pieces_at, strict=True):
             given.scratch(name, "*fp32", offset if is_split else None)
         given.extent("run", run)
+        given.extent("all_runs", runs)
         if is_mapped:
             for name, size in (("k", spec.depth), ("v", spec.depth_v)):
                 box = (1, 1, config.block_n, pieces(size)[0])
@@ -306,10 +311,20 @@ def decode_plan(
             RUN_BLOCK=max(1, _RUNS_AT_ONCE // rows),
             WIDTH_BLOCK=power_of_two(width),
             IS_EARLY=is_split and sharing.is_early,
+            IS_DEALT=not is_direct,
+            IS_TRANSPOSED=is_direct,
+            ROWS=DIRECT_ROWS if tile <= DIRECT_ROWS else config.block_m,
         )
         return given
 
-    first = arguments().planned(attention_decode, (programs, 1, 1), config.warps, config.stages)
+    given, kernel, grid = arguments(), attention_decode, (programs, 1, 1)
+    if is_direct:
+        # Gluon's: not every version of Triton that the engine takes has what it needs.
+        from tilewright.engines.triton.attention_decode_direct import attention_decode_direct
+
+        given.number("scale", spec.scale * LOG2_E.value)
+        kernel, grid = attention_decode_direct, (runs, spec.heads_kv, spec.batch)
+    first = given.planned(kernel, grid, config.warps, config.stages)
     first = replace(first, spec=replace(first.spec, max_registers=sharing.max_registers))
     if not is_split:
         return KernelPlan((first,))

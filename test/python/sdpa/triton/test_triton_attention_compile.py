@@ -51,6 +51,40 @@ for kernel in kernels.values():
     for target in TARGETS:
         told.append(facts_of(kernel, target))
 """
+DIRECT = """
+import tilewright as tw
+from tilewright.engines.triton import attention, attention_config
+
+# Whether it pays or not.
+attention_config.pays_in_registers = lambda *_: True
+for rows, page, depth in ((1, 0, 128), (4, 24, 64)):
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    q = graph.tensor((2, 8, rows, depth))
+    lengths = [graph.tensor((2, 1, 1, 1), data_type="int32") for _ in range(2)]
+    options = dict(use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1])
+    k, v = (graph.tensor((80, 2, page, depth) if page else (2, 2, 960, depth)) for _ in range(2))
+    if page:
+        tables = [graph.tensor((2, 1, 40, 1), data_type="int32") for _ in range(2)]
+        options |= {f"paged_attention_{x}_table": table for x, table in zip("kv", tables)}
+        options["paged_attention_max_seq_len_kv"] = 960
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.1, is_inference=True, **options)
+    o.set_output(True)
+    graph.validate()
+    kernel = attention.plan(graph, attention.propose(graph, 132)[0].knobs, 132).kernels[0]
+    shared = compile_kernel(kernel.spec, (9, 0)).shared_bytes
+    told.append(facts_of(kernel, (9, 0)) | {"shared_bytes": shared})
+"""
+
+
+def test_one_warp_exchanges_nothing_through_shared_memory(
+    compiled_facts: Callable[..., list[dict[str, Any]]],
+) -> None:
+    # Registers are multiplied as they were loaded: a layout that had to be changed would show.
+    found = compiled_facts(DIRECT)
+    assert [facts["kernel"] for facts in found] == ["attention_decode_direct"] * 2
+    assert all(facts["threads"] == 32 and facts["shared_bytes"] == 0 for facts in found)
+
+
 TARGETS = ((8, 0), (9, 0), (10, 0), (12, 0))
 PARTS = ("backward_prepare", "backward_keys", "backward_rows", "backward_sink", "backward_bias")
 

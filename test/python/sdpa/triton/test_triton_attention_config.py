@@ -113,7 +113,7 @@ def test_keys_are_split_until_the_device_is_full() -> None:
 @pytest.mark.parametrize(
     ("batch", "keys", "splits"),
     # Runs of all key heads: one round of 396 programs, nearly, or three, or many.
-    [(8, 4096, 6), (8, 32768, 18), (4, 4096, 11), (25, 4096, 5)],
+    [(8, 16384, 12), (8, 32768, 18), (4, 32768, 37), (25, 4096, 5)],
 )
 def test_runs_are_shared_out_evenly(batch: int, keys: int, splits: int) -> None:
     spec = spec_of(1, keys, batch=batch, heads=(32, 8))
@@ -180,7 +180,7 @@ def test_heads_side_by_side_share_the_second_level_cache() -> None:
 def test_only_parts_that_can_start_a_kernel_early_do() -> None:
     found = {}
     for name, (count, _) in DEVICES.items():
-        config = choose_decode_config(spec_of(1, 4096, heads=(32, 8)), count)
+        config = choose_decode_config(spec_of(1, 65536, heads=(32, 8)), count)
         assert config is not None and config.sharing is not None
         found[name] = config.sharing.is_early, config.sharing.has_maps
     assert found["a100"] == found["rtx pro 6000"] == (False, False)
@@ -189,7 +189,38 @@ def test_only_parts_that_can_start_a_kernel_early_do() -> None:
 
 def test_many_sequences_or_few_keys_are_not_split() -> None:
     assert decode_splits(132, batch=64, keys=4096) == 1
+    assert decode_splits(132, batch=128, keys=512) == 1
     assert decode_splits(132, batch=1, keys=128) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "rows", "splits"),
+    [(8, 4096, 1, 16), (8, 2048, 1, 16), (16, 2048, 2, 8), (32, 1024, 1, 4), (8, 4096, 4, 12)],
+)
+def test_caches_go_into_registers(batch: int, keys: int, rows: int, splits: int) -> None:
+    config = choose_decode_config(spec_of(rows, keys, batch=batch, heads=(32, 8)), 132)
+    assert config is not None and config.is_direct and config.warps == 1
+    assert config.splits == splits
+    # All programs are there at once, and those of the combination, of 144 registers, beside them.
+    assert config.sharing is not None and config.sharing.max_registers is not None
+    registers = -(-batch * 8 * splits // 132) * (-(-config.sharing.max_registers // 8) * 8)
+    registers += -(-batch * 32 // 132) * 144
+    assert registers <= 65536 // 32 or batch > 8
+
+
+def test_what_registers_do_not_take_goes_another_way() -> None:
+    taken = {"rows": 1, "keys": 4096, "batch": 8, "heads": (32, 8)}
+    others: list[dict[str, Any]] = [
+        *({"batch": 32}, {"batch": 1}, {"keys": 32768}, {"keys": 512}, {"batch": 1, "keys": 32768}),
+        *({"rows": 5}, {"heads": (64, 1)}, {"depth": 96}, {"depth": 256}, {"dtype": "float32"}),
+        *({"use_alibi_mask": True}, {"sliding_window_length": 100, "use_causal_mask": True}),
+    ]
+    for other in others:
+        config = choose_decode_config(spec_of(**(taken | other)), 132)
+        assert config is None or not config.is_direct, other
+    for name, (count, _) in DEVICES.items():
+        config = choose_decode_config(spec_of(**taken), count)
+        assert config is not None and config.is_direct == (name == "h200")
 
 
 def test_other_declarations_are_not_for_the_kernel_of_few_queries() -> None:

@@ -11,7 +11,9 @@ import torch
 from attention_cases.running import select_split
 
 import tilewright as tw
+from tilewright.engines.triton import attention, attention_config
 from tilewright.engines.triton.engine import interpreting
+from tilewright.graph.enums import knob_type
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -35,15 +37,28 @@ def _interpreter() -> Iterator[None]:
 class Decode:
     """One declared call with operands that hold NaN wherever no length reaches."""
 
-    def __init__(self, rows: int, lengths: list[int], *, page: int = 0, **masks: Any) -> None:
+    def __init__(
+        self,
+        rows: int,
+        lengths: list[int],
+        *,
+        page: int = 0,
+        depth: int = DEPTH,
+        depth_v: int = DEPTH,
+        dtype: torch.dtype = torch.float16,
+        **masks: Any,
+    ) -> None:
         self.lengths, self.rows, self.page = lengths, rows, page
+        self.depth, self.depth_v = depth, depth_v
         self.is_causal = bool(masks)
         generator = torch.Generator().manual_seed(rows + page)
         self.batch = batch = len(lengths)
-        self.graph = tw.Graph(io_data_type="float16", handle=tw.create_handle(DEVICE))
-        self.q = torch.randn(batch, HEADS, rows, DEPTH, generator=generator).half()
-        dense = [torch.randn(batch, HEADS_KV, KEYS, DEPTH, generator=generator) for _ in range(2)]
-        self.k, self.v = (x.half() for x in dense)
+        self.graph = tw.Graph(io_data_type=dtype, handle=tw.create_handle(DEVICE))
+        self.q = torch.randn(batch, HEADS, rows, depth, generator=generator).to(dtype)
+        self.k, self.v = (
+            torch.randn(batch, HEADS_KV, KEYS, width, generator=generator).to(dtype)
+            for width in (depth, depth_v)
+        )
         used = torch.arange(KEYS) < torch.tensor(lengths)[:, None]
         buffers = {"q": self.q, "len_q": torch.full((batch, 1, 1, 1), rows).int()}
         buffers["len_kv"] = torch.tensor(lengths).int().view(-1, 1, 1, 1)
@@ -53,12 +68,13 @@ class Decode:
                 buffers[name] = hidden
                 continue
             entries = -(-KEYS // page)
-            whole = torch.full((batch, HEADS_KV, entries * page, DEPTH), torch.nan).half()
+            width = x.shape[3]
+            whole = torch.full((batch, HEADS_KV, entries * page, width), torch.nan, dtype=dtype)
             whole[:, :, :KEYS] = hidden
             order = torch.randperm(batch * entries, generator=generator)
-            container = torch.empty(batch * entries, HEADS_KV, page, DEPTH).half()
-            pages = whole.view(batch, HEADS_KV, entries, page, DEPTH).transpose(1, 2)
-            container[order] = pages.reshape(-1, HEADS_KV, page, DEPTH)
+            container = torch.empty(batch * entries, HEADS_KV, page, width, dtype=dtype)
+            pages = whole.view(batch, HEADS_KV, entries, page, width).transpose(1, 2)
+            container[order] = pages.reshape(-1, HEADS_KV, page, width)
             table = order.view(batch, 1, entries, 1).int()
             for number, length in enumerate(lengths):
                 # An entry that no key needs names no page.
@@ -74,7 +90,7 @@ class Decode:
             masks["paged_attention_max_seq_len_kv"] = KEYS
         o, stats = self.graph.sdpa(
             *(declared[name] for name in "qkv"),
-            attn_scale=DEPTH**-0.5,
+            attn_scale=depth**-0.5,
             generate_stats=True,
             use_padding_mask=True,
             **masks,
@@ -95,7 +111,7 @@ class Decode:
         raw = torch.full((size + 2 * 256,), fill, dtype=torch.uint8, device=DEVICE)
         outs = {}
         for tensor, width, dtype in (
-            (self.o, DEPTH, torch.float16),
+            (self.o, self.depth_v, self.q.dtype),
             (self.stats, 1, torch.float32),
         ):
             count = self.batch * HEADS * self.rows * width
@@ -116,7 +132,7 @@ class Decode:
             for head in range(HEADS):
                 kv = head // (HEADS // HEADS_KV)
                 scores = self.q[batch, head].double() @ self.k[batch, kv, :length].double().T
-                scores *= DEPTH**-0.5
+                scores *= self.depth**-0.5
                 for row in range(self.rows):
                     # Row r of the last ``rows`` sees the keys up to its own.
                     seen = length - (self.rows - 1 - row) if self.is_causal else length
@@ -127,7 +143,8 @@ class Decode:
                     visible = scores[row, :seen]
                     want = visible.softmax(-1) @ self.v[batch, kv, :seen].double()
                     error = (o[batch, head, row].double() - want).abs().max()
-                    assert error <= 2e-3 * max(1.0, want.abs().max()), (batch, head, row, length)
+                    bound = torch.finfo(self.q.dtype).eps * 2 * max(1.0, want.abs().max())
+                    assert error <= bound, (batch, head, row, length)
                     error = (stats[batch, head, row].double() - visible.logsumexp(-1)).abs().max()
                     assert error <= 1e-4, (batch, head, row, length)
 
@@ -146,6 +163,33 @@ def test_lengths_at_every_edge(lengths: list[int], rows: int, page: int) -> None
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_each_number_of_queries(rows: int, page: int) -> None:
     call = Decode(rows, LENGTHS[rows % 3], page=page)
+    call.check(*call.run())
+
+
+# Head sizes, queries and pages of the kernel of one warp a program.
+ONE_WARP = [((128, 128), rows, page) for rows in (1, 2, 3, 4) for page in (0, 1, PAGE, 24, 128)]
+ONE_WARP += [
+    (depth, rows, page)
+    for depth in ((64, 64), (64, 128), (128, 64))
+    for rows, page in ((1, 0), (2, PAGE), (4, 24))
+]
+
+
+@pytest.mark.L1
+@pytest.mark.parametrize(("depth", "rows", "page"), ONE_WARP, ids=str)
+def test_keys_that_go_into_registers(
+    depth: tuple[int, int], rows: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the parts of SM90 one warp a program, of 8 or 16 rows with all heads of a key head."""
+    # So little would not be worth it.
+    monkeypatch.setattr(attention_config, "pays_in_registers", lambda *_: True)
+    dtype = torch.bfloat16 if rows % 2 else torch.float16
+    call = Decode(rows, LENGTHS[rows % 3], page=page, depth=depth[0], depth_v=depth[1], dtype=dtype)
+    if HAS_GPU and torch.cuda.get_device_capability()[0] == 9:
+        split = next(x for x in call.graph.plans if dict(x.knobs).get(knob_type.SPLIT_K, 0) > 1)
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+        plan = attention.plan(call.graph, split.knobs, count)
+        assert plan.kernels[0].spec.name == "attention_decode_direct"
     call.check(*call.run())
 
 
