@@ -11,6 +11,8 @@ results/<device>/norm_layouts.csv.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ PHASES = tw.norm_forward_phase
 IMAGES = (64, 256, 56, 56)
 TOKENS = (16, 4096, 1152)
 ROWS = (16384, 4096)
+NAMES = ("forward", "backward")
 
 
 def declare() -> Any:
@@ -131,54 +134,72 @@ class Measured:
         self.table.write()
 
 
-def measure_images(kind: str, is_last: bool, table: Table | None) -> None:
+def images(*, is_last: bool) -> list[Tensor]:
+    """Input, gradient, scale and bias of a layer."""
     x, g = (torch.randn(IMAGES, device="cuda").bfloat16() for _ in range(2))
     if is_last:
         x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
-    w, b = (torch.rand(IMAGES[1], device="cuda") for _ in range(2))
-    scale, bias = (t.view(1, -1, 1, 1) for t in (w, b))
-    once = x.numel() * 2
-    measured = Measured(table, f"{kind} channels {'last' if is_last else 'first'}", x)
+    return [x, g, *(torch.rand(1, IMAGES[1], 1, 1, device="cuda") for _ in range(2))]
+
+
+def image_graph(kind: str, name: str, given: Sequence[Tensor]) -> tuple[Any, list[Any]]:
+    """A layer's graph and what it is declared over, as ``given``."""
     graph = declare()
-    tensors = [graph.tensor_like(t) for t in (x, scale, bias)]
-    if kind == "batchnorm":
+    tensors = [graph.tensor_like(t) for t in given]
+    if name == "backward":
+        outputs = getattr(graph, f"{kind}_backward")(*tensors)
+    elif name == "inference and relu":
+        outputs = [graph.relu(graph.batchnorm_inference(*tensors))]
+    elif kind == "batchnorm":
         outputs = graph.batchnorm(*tensors, None, None, EPSILON, None)
-        by_torch: Any = batch_norm
+        if name == "forward and relu":
+            outputs = [graph.relu(outputs[0]), *outputs[1:]]
     else:
         outputs = graph.instancenorm(PHASES.TRAINING, *tensors, graph.tensor_scalar(EPSILON))
-        by_torch = instance_norm
     finish(outputs)
-    frame, (y, mean, inverse) = frame_of(graph, dict(zip(tensors, (x, scale, bias), strict=True)))
+    return graph, tensors
+
+
+def build_images(kind: str, is_last: bool, name: str) -> None:
+    x, g, scale, bias = images(is_last=is_last)
+    mean = torch.empty(x.shape[0] if kind == "instancenorm" else 1, x.shape[1], 1, 1, device="cuda")
+    given = {
+        "backward": (g, x, scale, mean, mean),
+        "inference and relu": (x, mean, mean, scale, bias),
+    }
+    build_aligned(image_graph(kind, name, given.get(name, (x, scale, bias)))[0])
+
+
+def measure_images(kind: str, is_last: bool, table: Table) -> None:
+    x, g, scale, bias = images(is_last=is_last)
+    w, b = scale.flatten(), bias.flatten()
+    once = x.numel() * 2
+    measured = Measured(table, f"{kind} channels {'last' if is_last else 'first'}", x)
+    by_torch: Any = batch_norm if kind == "batchnorm" else instance_norm
+
+    def run(name: str, *given: Tensor) -> tuple[Any, list[Tensor]]:
+        graph, tensors = image_graph(kind, name, given)
+        return frame_of(graph, dict(zip(tensors, given, strict=True)))
+
+    frame, (y, mean, inverse) = run("forward", x, scale, bias)
     # PyTorch's instance normalization wants scale and bias in the input's type.
     own = (w, b) if kind == "batchnorm" else (w.bfloat16(), b.bfloat16())
     check(y, by_torch(x, *own))
     measured.add("forward", frame.launch, functools.partial(by_torch, x, *own), 2 * once)
     leaves = [t.detach().clone().requires_grad_() for t in (x, *own)]
     result = by_torch(*leaves)
-    graph = declare()
-    given = (g, x, scale, mean, inverse)
-    tensors = [graph.tensor_like(t) for t in given]
-    finish(getattr(graph, f"{kind}_backward")(*tensors))
-    frame, (dx, dscale, _) = frame_of(graph, dict(zip(tensors, given, strict=True)))
+    frame, (dx, dscale, _) = run("backward", g, x, scale, mean, inverse)
     gradients = gradients_of(result, leaves, g)
     check(dx, gradients()[0])
     check(dscale.flatten(), gradients()[1], 2**-4)
     measured.add("backward", frame.launch, gradients, 3 * once)
     if kind == "batchnorm":
-        graph = declare()
-        given = (x, mean, inverse, scale, bias)
-        tensors = [graph.tensor_like(t) for t in given]
-        finish([graph.relu(graph.batchnorm_inference(*tensors))])
-        frame, (y,) = frame_of(graph, dict(zip(tensors, given, strict=True)))
+        frame, (y,) = run("inference and relu", x, mean, inverse, scale, bias)
         running = mean.flatten(), (1 / inverse.square() - EPSILON).flatten()
         torch_relu = functools.partial(given_norm_relu, x, *running, w, b)
         check(y, torch_relu())
         measured.add("inference and relu", frame.launch, torch_relu, 2 * once)
-        graph = declare()
-        tensors = [graph.tensor_like(t) for t in (x, scale, bias)]
-        outputs = graph.batchnorm(*tensors, None, None, EPSILON, None)
-        finish([graph.relu(outputs[0]), *outputs[1:]])
-        frame, (*_, y) = frame_of(graph, dict(zip(tensors, (x, scale, bias), strict=True)))
+        frame, (*_, y) = run("forward and relu", x, scale, bias)
         training = functools.partial(batch_norm_relu, x, w, b)
         check(y, training())
         measured.add("forward and relu", frame.launch, training, 2 * once)
@@ -256,16 +277,20 @@ def measure_fused(table: Table | None) -> None:
 
 
 def main() -> None:
-    parts: list[Any] = [
-        functools.partial(measure_images, kind, is_last)
-        for kind in ("batchnorm", "instancenorm")
-        for is_last in (False, True)
+    names = {"batchnorm": (*NAMES, "inference and relu", "forward and relu"), "instancenorm": NAMES}
+    layers = list(itertools.product(names, (False, True)))
+    ahead: list[Any] = [
+        functools.partial(build_images, kind, is_last, name)
+        for kind, is_last in layers
+        for name in names[kind]
     ]
-    parts += [measure_samples, measure_fused]
-    build_ahead([functools.partial(part, None) for part in parts])
+    ahead += [functools.partial(part, None) for part in (measure_samples, measure_fused)]
+    build_ahead(ahead)
     table = Table("norm_layouts", "python benchmark/norm_layouts_gpu.py")
-    for part in parts:
-        part(table)
+    for kind, is_last in layers:
+        measure_images(kind, is_last, table)
+    measure_samples(table)
+    measure_fused(table)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ benchmark/results/<device>/torch.csv. Host time a call is in launch_gpu.py.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import tilewright as tw
 
 ROWS = 16384
 WIDTHS = (1024, 4096, 8192, 16384)
+NORMS = {"rms_norm": "rmsnorm", "layer_norm": "layernorm"}
 
 
 def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Any:
@@ -35,8 +37,32 @@ def norm_graph(kind: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
     return graph
 
 
-def measure(width: int, table: Table | None) -> None:
-    """Rows of one width; with no table everything is only built, checked and run once."""
+def backward_graph(name: str, x: torch.Tensor) -> tuple[Any, list[Any], list[Any]]:
+    """The backward of a norm, its operands (dy, x, scale, inverse, mean) and its results."""
+    graph = tw.Graph(io_data_type=x.dtype, intermediate_data_type="float32")
+    g, x_, w_ = graph.tensor(x.shape), graph.tensor(x.shape), graph.tensor((1, x.shape[1]))
+    i = graph.tensor((x.shape[0], 1), data_type="float32")
+    operands = [g, x_, w_, i]
+    if name == "layer_norm":
+        m = graph.tensor((x.shape[0], 1), data_type="float32")
+        made = graph.layernorm_backward(g, x_, w_, m, i)
+        operands.append(m)
+    else:
+        made = graph.rmsnorm_backward(g, x_, w_, i, False)
+    results = [tensor for tensor in made if tensor is not None]
+    for tensor in results:
+        tensor.set_output(True)
+    build_aligned(graph)
+    return graph, operands, results
+
+
+def build(width: int, name: str) -> None:
+    x = torch.empty(ROWS, width, dtype=torch.bfloat16, device="cuda")
+    norm_graph(NORMS[name], x, x[0], x[0] if name == "layer_norm" else None)
+    backward_graph(name, x)
+
+
+def measure(width: int, table: Table) -> None:
     x = torch.randn(ROWS, width, device="cuda").bfloat16()
     w, b = (torch.randn(width, device="cuda").bfloat16() for _ in range(2))
     y, z = torch.empty_like(x), torch.empty_like(x)
@@ -55,10 +81,7 @@ def measure(width: int, table: Table | None) -> None:
         "tilewright layer_norm": layer_frame.launch,
         "torch layer_norm": functools.partial(F.layer_norm, x, shape, w, b, 1e-6),
     }
-    backward = backward_calls(x, w, b)
-    if table is None:
-        return
-    times = device_ms(forward) | device_ms(backward)
+    times = device_ms(forward) | device_ms(backward_calls(x, w, b))
     for name, value in times.items():
         # Forward and copy read x and write y; backward reads x and dy and writes dx.
         moved = (3 if "backward" in name else 2) * x.numel() * x.element_size()
@@ -85,21 +108,9 @@ def backward_calls(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> dict[st
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
     calls: dict[str, Call] = {}
     for kind, statistic in (("rms_norm", inverse_rms), ("layer_norm", inverse)):
-        graph = tw.Graph(io_data_type=x.dtype, intermediate_data_type="float32")
-        g, x_, w_ = graph.tensor(x.shape), graph.tensor(x.shape), graph.tensor((1, width))
-        i = graph.tensor((x.shape[0], 1), data_type="float32")
-        pack = {g: dy, x_: x, w_: w, i: statistic}
-        if kind == "layer_norm":
-            m = graph.tensor((x.shape[0], 1), data_type="float32")
-            made = graph.layernorm_backward(g, x_, w_, m, i)
-            pack[m] = mean
-        else:
-            made = graph.rmsnorm_backward(g, x_, w_, i, False)
-        for tensor, buffer in zip(made, (dx, dw, db), strict=True):
-            if tensor is not None:
-                tensor.set_output(True)
-                pack[tensor] = buffer
-        build_aligned(graph)
+        graph, operands, results = backward_graph(kind, x)
+        pack = dict(zip(operands, (dy, x, w, statistic, mean), strict=False))
+        pack |= dict(zip(results, (dx, dw, db), strict=False))
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
         frame = graph.bind(pack, workspace)
         frame.launch()
@@ -131,7 +142,7 @@ def check(actual: torch.Tensor, expected: torch.Tensor, tol: float = 2**-7) -> N
 
 
 def main() -> None:
-    build_ahead([functools.partial(measure, width, None) for width in WIDTHS])
+    build_ahead([functools.partial(build, *part) for part in itertools.product(WIDTHS, NORMS)])
     table = Table("torch", "python benchmark/norms_gpu.py")
     for width in WIDTHS:
         measure(width, table)

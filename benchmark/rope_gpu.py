@@ -9,6 +9,7 @@ R angles; every result is first compared with the formula. Writes results/<devic
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from timing import Call, device_ms
 import tilewright as tw
 
 BATCH, HEADS, LENGTH, EXTENT = 4, 32, 4096, 128
+LAYOUTS = ("BSHD", "BHSD")
 
 
 def frame_of(x: torch.Tensor, freqs: torch.Tensor, out: torch.Tensor, kind: str = "rope") -> Any:
@@ -51,17 +53,26 @@ def angles() -> torch.Tensor:
     return (position[:, None] * rate).reshape(1, 1, LENGTH, EXTENT // 2)
 
 
-def measure(layout: str, table: Table | None) -> None:
-    """One layout; with no table everything is only built, checked and run once."""
+def operands(layout: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What is rotated, (B, H, S, D) laid out as named, and the tables by name."""
     half = angles()
-    full = torch.cat((half, half), -1)
-    shape = (BATCH, HEADS, LENGTH, EXTENT)
-    x = torch.randn(shape, device="cuda").bfloat16()
+    x = torch.randn((BATCH, HEADS, LENGTH, EXTENT), device="cuda").bfloat16()
     if layout == "BSHD":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x, {"R/2 angles": half, "R angles": torch.cat((half, half), -1)}
+
+
+def build(layout: str, name: str, kind: str) -> None:
+    x, tables = operands(layout)
+    frame_of(x, tables[name], torch.empty_like(x), kind)
+
+
+def measure(layout: str, table: Table) -> None:
+    x, tables = operands(layout)
+    half = tables["R/2 angles"]
     y, copy = torch.empty_like(x), torch.empty_like(x)
     calls: dict[str, Call] = {"copy": functools.partial(copy.copy_, x)}
-    for name, freqs in (("R/2 angles", half), ("R angles", full)):
+    for name, freqs in tables.items():
         frame = frame_of(x, freqs, y)
         frame.launch()
         if not torch.equal(y, exactly(x, half)):
@@ -70,8 +81,6 @@ def measure(layout: str, table: Table | None) -> None:
         backward = frame_of(x, freqs, y, "rope_backward")
         calls[f"tilewright rope_backward, {name}"] = backward.launch
     calls["torch, eager"] = functools.partial(by_torch, x, half)
-    if table is None:
-        return
     times = device_ms(calls)
     moved = 2 * x.numel() * x.element_size()
     for name, value in times.items():
@@ -86,10 +95,11 @@ def measure(layout: str, table: Table | None) -> None:
 
 
 def main() -> None:
-    # Kernels of one layout address the other as well.
-    build_ahead([functools.partial(measure, "BSHD", None)])
+    names, kinds = ("R/2 angles", "R angles"), ("rope", "rope_backward")
+    kernels = itertools.product(LAYOUTS, names, kinds)
+    build_ahead([functools.partial(build, *kernel) for kernel in kernels])
     table = Table("rope", "python benchmark/rope_gpu.py")
-    for layout in ("BSHD", "BHSD"):
+    for layout in LAYOUTS:
         measure(layout, table)
 
 
