@@ -123,7 +123,7 @@ def next_block(
     barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
     scores = shaped(scores, problem, features)
     if MASKED:
-        scores = masked(scores, first, column, sequence, tiling, features)
+        scores = masked(scores, first, column, sequence, tiling, features, True)
     p_next, factor, top, total = softmax_block(
         scores, top, total, problem.scale, MASKED, tiling.LAZY
     )
@@ -142,7 +142,7 @@ def first_block(scores, place, first, sequence, problem, tiling, features,
     scores = shaped(scores, problem, features)
     if features.FIRST_MASKED:
         column = (place.high - 1) * tiling.BLOCK_N
-        scores = masked(scores, first, column, sequence, tiling, features)
+        scores = masked(scores, first, column, sequence, tiling, features, True)
     top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, scores.type.layout))
     p, _, top, total = softmax_block(scores, top, 0.0, problem.scale, features.FIRST_MASKED, False)
     return packed(p, P_LAYOUT, DTYPE, tiling.WORDS), top, total

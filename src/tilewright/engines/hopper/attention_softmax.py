@@ -44,24 +44,33 @@ def shaped(scores, problem, features):
 
 
 @gluon.jit
-def masked(scores, first, column, sequence, tiling, features):
-    """Scores with -inf where row ``first + i`` does not see key ``column + j``."""
+def masked(scores, first, column, sequence, tiling, features, APART: gl.constexpr = False):
+    """Scores with -inf where row ``first + i`` does not see key ``column + j``.
+
+    If APART, what a thread's columns have in common is on the rows' side: constants are compared.
+    """
     layout: gl.constexpr = scores.type.layout
     # Counted from the block's first column: what is compared is known to the compiler.
     columns = gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(0, layout))
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    # What a thread's columns have in common moves to the other side: constants are left.
-    common = columns & 6
-    columns = columns & -7
+    if APART:
+        common = columns & 6
+        columns = columns & -7
     if features.HAS_RIGHT:
-        end = gl.minimum(rows + sequence.right + 1, sequence.keys) - column
-        seen = columns[None, :] < end[:, None] - common[None, :]
+        end = (gl.minimum(rows + sequence.right + 1, sequence.keys) - column)[:, None]
+        if APART:
+            end = end - common[None, :]
+        seen = columns[None, :] < end
     else:
-        seen = (columns < sequence.keys - column - common)[None, :]
+        end = sequence.keys - column
+        if APART:
+            end = end - common
+        seen = (columns < end)[None, :]
     if features.HAS_LEFT:
-        seen = seen & (
-            columns[None, :] > (rows - sequence.left - column)[:, None] - common[None, :]
-        )
+        start = (rows - sequence.left - column)[:, None]
+        if APART:
+            start = start - common[None, :]
+        seen = seen & (columns[None, :] > start)
     return gl.where(seen, scores, MINUS_INFINITY)
 
 
