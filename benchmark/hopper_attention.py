@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -24,6 +25,7 @@ import cudnn_frontend
 import flash_cute
 import torch
 import torch.nn.functional as F
+from building import build_ahead
 from results import Table
 from timing import Call, device_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,6 +43,14 @@ PEERS = ("cudnn", "cute", "flash")
 HOST_US = 600.0
 
 
+def built(graph: Any) -> Any:
+    """The graph, which the Hopper engine has taken."""
+    graph.build()
+    if graph.selected_engine != "hopper":
+        raise SystemExit(str(graph.explain()))
+    return graph
+
+
 def frame(q: Any, k: Any, v: Any, o: Any, causal: bool) -> Any:
     """A bound call of the Hopper engine."""
     graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
@@ -55,10 +65,7 @@ def frame(q: Any, k: Any, v: Any, o: Any, causal: bool) -> Any:
         use_causal_mask=causal,
     )
     out.set_output(True).set_name("o").set_dim(o.shape).set_stride(o.stride())
-    graph.build()
-    if graph.selected_engine != "hopper":
-        raise SystemExit(str(graph.explain()))
-    return graph.bind({"q": q, "k": k, "v": v, "o": o})
+    return built(graph).bind({"q": q, "k": k, "v": v, "o": o})
 
 
 def peer(backend: SDPBackend, q: Any, k: Any, v: Any, causal: bool, grouped: bool) -> Any:
@@ -115,17 +122,9 @@ def add(table: Table, case: str, shape: Any, times: dict[str, float], work: floa
     )
 
 
-def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: int) -> None:
-    """Packed sequences under a causal mask; cuDNN's own front end, PyTorch has no such call."""
-    size, longest, batch = 128, max(lengths), len(lengths)
-    generator = random.Random(1)
-    order = list(lengths)
-    generator.shuffle(order)
-    sums = torch.tensor([0, *order]).cumsum(0).int().cuda()
-    q, k, v = (
-        torch.randn(sum(order), heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-    )
-    graph = tw.Graph(io_data_type=q.dtype, intermediate_data_type="float32")
+def packed_graph(batch: int, longest: int, heads: int, size: int) -> Any:
+    """The graph of packed sequences under a causal mask."""
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
     offsets = graph.tensor((batch + 1, 1, 1, 1), data_type="int32", name="sums")
     unit = heads * size
     dim, stride = (batch, heads, longest, size), (longest * unit, size, unit, 1)
@@ -144,9 +143,20 @@ def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: i
     )
     out.set_output(True).set_name("o").set_dim(dim).set_stride(stride)
     out.set_ragged_offset(offsets).set_ragged_offset_multiplier(unit)
-    graph.build()
-    if graph.selected_engine != "hopper":
-        raise SystemExit(str(graph.explain()))
+    return built(graph)
+
+
+def measure_packed(table: Table, lengths: tuple[int, ...], heads: int, rounds: int) -> None:
+    """Packed sequences under a causal mask; cuDNN's own front end, PyTorch has no such call."""
+    size, longest, batch = 128, max(lengths), len(lengths)
+    generator = random.Random(1)
+    order = list(lengths)
+    generator.shuffle(order)
+    sums = torch.tensor([0, *order]).cumsum(0).int().cuda()
+    q, k, v = (
+        torch.randn(sum(order), heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    graph = packed_graph(batch, longest, heads, size)
     o = torch.full_like(q, torch.nan)
     workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
     launch = graph.bind({"q": q, "k": k, "v": v, "o": o, "sums": sums}, workspace).launch
@@ -176,7 +186,18 @@ def draw(heads: int, length: int, size: int) -> Any:
     return torch.randn(dim, device="cuda", dtype=torch.bfloat16)
 
 
+def build(size: int, length: int, causal: bool) -> None:
+    """Compile what a cell of the grid runs."""
+    q, k, v = (draw(WIDTH // size, length, size) for _ in range(3))
+    frame(q, k, v, torch.empty_like(q), causal)
+
+
 def main() -> None:
+    # The lengths on both sides of where another tile is taken.
+    ends = itertools.product(SIZES, (LENGTHS[0], LENGTHS[-1]), (False, True))
+    ahead: list[Any] = [functools.partial(build, *cell) for cell in ends]
+    ahead.append(functools.partial(packed_graph, len(HEAVY_TAIL), max(HEAVY_TAIL), 16, 128))
+    build_ahead(ahead)
     rounds = 4 if "--quick" in sys.argv else 9
     torch.manual_seed(0)
     table = Table("hopper", "python benchmark/hopper_attention.py")
