@@ -330,6 +330,25 @@ def attention_decode(d: Declaring) -> None:
     d.out("stats", stats, (2, 8, 1, 1), "float32")
 
 
+def attention_decode_in_registers(d: Declaring) -> None:
+    # So much to read that the kernel of one warp a program is taken, where lengths are uneven.
+    d.barred = ("hopper",)
+    operands = [d(name, (8, 8, 2048, 128)) for name in ("k", "v")]
+    lengths = torch.tensor([2048, 0, 1, 300, 15, 16, 17, 2047], dtype=torch.int32)
+    ones = torch.ones(8, 1, 1, 1, dtype=torch.int32)
+    o, stats = d.graph.sdpa(
+        d("q", (8, 16, 1, 128)),
+        *operands,
+        generate_stats=True,
+        attn_scale=0.125,
+        use_padding_mask=True,
+        seq_len_q=d.given("seq_len_q", ones),
+        seq_len_kv=d.given("seq_len_kv", lengths.view(8, 1, 1, 1)),
+    )
+    d.out("o", o, (8, 16, 1, 128))
+    d.out("stats", stats, (8, 16, 1, 1), "float32")
+
+
 def attention_ragged_on_hopper(d: Declaring) -> None:
     d.barred = ("triton",)
     attention_ragged(d)
@@ -398,6 +417,7 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (attention_ragged, (), ()),
     (attention_backward_ragged, (), ()),
     (attention_decode, ("q", "k", "v", "o"), ()),
+    (attention_decode_in_registers, ("k", "v"), ()),
     (attention_paged, ("k", "v"), ()),
     (attention_ragged_on_hopper, (), ()),
     (attention_paged_on_hopper, ("k", "v"), ()),
