@@ -29,6 +29,8 @@ from tilewright.launch.prepared import Argument, Constant
 from tilewright.launch.tensor_maps import tensor_map
 
 _SLAB = 64
+# Keys up to which tiles under a right bound go to two consumers.
+_SHORT = 2048
 # Registers a thread at entry, and of a consumer and the producer, by warpgroups of consumers: with
 # the producer's they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
 _ENTRY_REGISTERS = {2: 168, 3: 128}
@@ -50,7 +52,10 @@ def padded(head_size: int) -> int:
 
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
-    return AttentionConfig(stages=2 if padded(spec.depth) == 128 else 3)
+    is_soon_done = spec.right is not None and spec.keys <= _SHORT
+    return AttentionConfig(
+        warpgroups=2 if is_soon_done else 3, stages=2 if padded(spec.depth) == 128 else 3
+    )
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:

@@ -4,8 +4,9 @@
     O = scale_s descale_s descale_v P8 V, Amax_O = max |O|, stored O scale_o
 
 where P8 is P rounded to E4M3 (``attention_fp8_consumer`` tells at which scale). Four warps copy Q,
-K and V and transpose V in shared memory (``attention_fp8_producer``); WARPGROUPS consumers of four
-warps each own 64 rows of a tile. Tiles are dealt as in ``attention_kernel``.
+K and V and transpose V in shared memory (``attention_fp8_producer``); three consumers of four warps
+(``attention_fp8_consumer``), or two (``attention_fp8_pair``), each own 64 rows of a tile. Tiles are
+dealt as in ``attention_kernel``.
 
 Source: Shah et al. 2024.
 """
@@ -15,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewright.engines.hopper.attention_fp8_consumer import consume_0, consume_1, consume_2
+from tilewright.engines.hopper.attention_fp8_pair import consume_first, consume_second
 from tilewright.engines.hopper.attention_fp8_producer import produce
 from tilewright.engines.hopper.attention_fp8_records import (
     SLAB,
@@ -24,6 +26,7 @@ from tilewright.engines.hopper.attention_fp8_records import (
     Problem,
     Tiling,
 )
+from tilewright.engines.hopper.attention_fp8_repair import repair_all
 from tilewright.engines.hopper.attention_records import ROWS, Operand
 from tilewright.engines.hopper.attention_softmax import LOG2E
 
@@ -168,17 +171,22 @@ def attention_fp8_forward(
     vt_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH_V, BLOCK_N], kind)
     o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH_V], kind_o)
     one: gl.constexpr = mbarrier.MBarrierLayout()
-    memory = Memory(
-        gl.allocate_shared_memory(kind, [Q_SLOTS * WARPGROUPS, ROWS, DEPTH], q_layout),
-        gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, DEPTH], k_layout),
-        gl.allocate_shared_memory(kind, [V_STAGES * tiling.SLABS_V, BLOCK_N, SLAB], v_layout),
-        gl.allocate_shared_memory(kind, [STAGES, DEPTH_V, BLOCK_N], vt_layout),
-        gl.allocate_shared_memory(kind_o, [WARPGROUPS, ROWS, DEPTH_V], o_layout),
-        gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-    )
+    q_room = gl.allocate_shared_memory(kind, [Q_SLOTS * WARPGROUPS, ROWS, DEPTH], q_layout)
+    k_room = gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, DEPTH], k_layout)
+    v_room = gl.allocate_shared_memory(kind, [V_STAGES * tiling.SLABS_V, BLOCK_N, SLAB], v_layout)
+    vt_room = gl.allocate_shared_memory(kind, [STAGES, DEPTH_V, BLOCK_N], vt_layout)
+    o_room = gl.allocate_shared_memory(kind_o, [WARPGROUPS, ROWS, DEPTH_V], o_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], one)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], one)
+    vt_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
+    # Three consumers repair what they spoiled themselves, and note nothing.
+    notes = q_room
+    if WARPGROUPS == 2:
+        notes = gl.allocate_shared_memory(
+            gl.int32, [WARPGROUPS, 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )
+    memory = Memory(q_room, k_room, v_room, vt_room, o_room, q_full, k_full, v_full, vt_full, notes)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(memory.q_full.index(i), count=1)
     for i in gl.static_range(V_STAGES):
@@ -201,7 +209,9 @@ def attention_fp8_forward(
         )
     else:
         gl.warp_specialize(
-            [(consume_0, arguments), (consume_1, arguments), (produce, arguments)],
+            [(consume_first, arguments), (consume_second, arguments), (produce, arguments)],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+        if REPAIRS:
+            repair_all(memory, problem, tiling, features)

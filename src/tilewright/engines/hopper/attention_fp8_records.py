@@ -27,14 +27,15 @@ class Tiling:
     STAGES: gl.constexpr
     Q_SLOTS: gl.constexpr
     BY_COST: gl.constexpr
-    # Derived: V's slabs, a tile's rows, the barriers' numbers, and the threads that meet at a
-    # release.
+    # Derived: V's slabs, a tile's rows, the barriers' numbers, the threads that meet at a release,
+    # and the first barrier of turns.
     SLABS_V: gl.constexpr
     BLOCK_M: gl.constexpr
     K_BARRIER: gl.constexpr
     V_BARRIER: gl.constexpr
     Q_BARRIER: gl.constexpr
     RELEASE: gl.constexpr
+    T_BARRIER: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -59,12 +60,14 @@ class Tiling:
         self.K_BARRIER = gl.constexpr(FIRST_FREE)
         self.V_BARRIER = gl.constexpr(FIRST_FREE + STAGES)
         self.Q_BARRIER = gl.constexpr(FIRST_FREE + 2 * STAGES)
+        self.T_BARRIER = gl.constexpr(FIRST_FREE + 2 * STAGES + Q_SLOTS)
         self.RELEASE = gl.constexpr(str(128 * WARPGROUPS + 128))
 
 
 @aggregate
 class Memory:
-    """Shared memory: Q, K, V, V transposed, room for O, and "it is there" of each."""
+    """Shared memory: Q, K, V, V transposed, room for O, "it is there" of each, and what two
+    consumers note at their end."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -75,6 +78,7 @@ class Memory:
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     vt_full: gl.shared_memory_descriptor
+    spoiled: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
@@ -88,6 +92,7 @@ class Memory:
         k_full,
         v_full,
         vt_full,
+        spoiled,
     ):
         self.q = q
         self.k = k
@@ -98,6 +103,7 @@ class Memory:
         self.k_full = k_full
         self.v_full = v_full
         self.vt_full = vt_full
+        self.spoiled = spoiled
 
 
 @aggregate

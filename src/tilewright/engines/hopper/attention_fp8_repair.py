@@ -9,9 +9,15 @@ not rounded; the others keep what they have, and a NaN there is one that a row d
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewright.engines.hopper.attention_places import element, next_step, place_of
+from tilewright.engines.hopper.attention_places import (
+    count_tiles,
+    element,
+    next_step,
+    place_of,
+)
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 from tilewright.engines.hopper.attention_softmax import LOG2E, MINUS_INFINITY
+from tilewright.engines.hopper.barriers import stores_done
 
 # Columns of Q that are multiplied at a time.
 CHUNK = gl.constexpr(64)
@@ -44,6 +50,44 @@ def repair(peak, count, problem, tiling, features, WARPGROUP: gl.constexpr):
         peak = gl.maximum(peak, magnitudes(out, rows, problem.rows))
         step = next_step(step + 1, problem, tiling, features)
     return peak
+
+
+@gluon.jit
+def note_spoiled(spoiled, note):
+    """A consumer's word at its end: 1 if one of its tiles came out not finite, else 0."""
+    found = (gl.max(spoiled, 0) > INFINITY_BITS).to(gl.int32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    note.store(gl.zeros([1, 32], gl.int32, layout) + found)
+    if found != 0:
+        stores_done()
+
+
+@gluon.jit
+def repair_all(memory, problem, tiling, features):
+    """Compute spoiled tiles of all consumers again, when they are done."""
+    note_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
+    )
+    noted = memory.spoiled.index(0).load(note_layout)
+    for w in gl.static_range(1, tiling.WARPGROUPS):
+        noted = noted | memory.spoiled.index(w).load(note_layout)
+    if gl.max(gl.max(noted, 1), 0) != 0:
+        peak = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout))
+        step = next_step(0, problem, tiling, features)
+        for _ in range(count_tiles(problem, tiling, features)):
+            place, sequence = place_of(step, problem, tiling, features)
+            for part in range(tiling.WARPGROUPS):
+                first = place.first + part * ROWS
+                if is_spoiled(place, first, sequence, problem, tiling, features, layout):
+                    out = summed_anew(place, first, sequence, problem, tiling, features, layout)
+                else:
+                    out = as_stored(place, first, problem, tiling, layout)
+                rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+                peak = gl.maximum(peak, magnitudes(out, rows, problem.rows))
+            step = next_step(step + 1, problem, tiling, features)
+        if features.HAS_AMAX_O:
+            gl.atomic_max(problem.amax_o, gl.max(peak, 0))
 
 
 @gluon.jit

@@ -140,6 +140,15 @@ def test_maxima_are_zeroed_first_and_only_if_somebody_asked() -> None:
 
 
 @pytest.mark.L0
+def test_tiles_follow_the_lengths_and_the_knobs_tell_them() -> None:
+    # Short tiles under a right bound go to two consumers.
+    for keys, causal, rows in ((2048, True, 128), (2056, True, 192), (512, False, 192)):
+        dims = ((2, 4, keys, 64),) * 3
+        (proposal,) = attention_fp8.propose(declare(dims=dims, use_causal_mask=causal), 132)
+        assert dict(proposal.knobs)[tw.knob_type.TILE_M] == rows, (keys, causal)
+
+
+@pytest.mark.L0
 def test_only_sm90_is_admitted() -> None:
     # G3: a lower bound is not the device.
     entry = engine_by_name("hopper")

@@ -9,6 +9,7 @@ rounding is exact, so is the result.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import tilewright as tw
 from tilewright.cli.checking import OK, check_outputs
+from tilewright.engines.hopper import attention_fp8
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 pytestmark = [
@@ -289,6 +291,34 @@ def test_equal_scores_average_the_values_and_lone_ones_pick_them(
     assert torch.equal(tensors["o"].double(), picked)
 
 
+def force(monkeypatch: pytest.MonkeyPatch, warpgroups: int) -> None:
+    """Have every plan use so many consumers, whatever the lengths."""
+    choose = attention_fp8.choose_config
+    monkeypatch.setattr(
+        attention_fp8, "choose_config", lambda spec: replace(choose(spec), warpgroups=warpgroups)
+    )
+
+
+@pytest.mark.parametrize(
+    "band",
+    [pytest.param(CAUSAL, marks=pytest.mark.L0), pytest.param(NO_BAND, marks=pytest.mark.L1)],
+    ids=str,
+)
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_every_tile(warpgroups: int, band: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lengths choose among tiles; each is right for all.
+    force(monkeypatch, warpgroups)
+    for number, extents in enumerate([*EXTENTS, (2048, 2048)]):
+        tensors = draw(number, (4, 4 >> number % 3), extents)
+        graph = declare(tensors, band)
+        graph.execute(tensors)
+        check(tensors, band)
+        first = tensors["o"].view(torch.uint8).clone()
+        for _ in range(5):
+            graph.execute(tensors)
+            assert torch.equal(tensors["o"].view(torch.uint8), first)
+
+
 @pytest.mark.L1
 @pytest.mark.parametrize("sizes", [(16, 16), (80, 80), (128, 64), (64, 112)], ids=str)
 def test_head_sizes_between_the_kernels(sizes: tuple[int, int]) -> None:
@@ -510,8 +540,12 @@ def test_a_tail_reads_no_other_head_and_counts_in_no_maximum() -> None:
 
 
 @EACH_SIZE
-def test_what_a_hidden_key_or_value_holds_reaches_no_row(size: int) -> None:
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_what_a_hidden_key_or_value_holds_reaches_no_row(
+    size: int, warpgroups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A probability of 0 times NaN is NaN: such tiles are computed again.
+    force(monkeypatch, warpgroups)
     tensors = draw(14, (2, 2), (600, 600), (size, size), batch=1)
     clean = {name: tensor.clone() for name, tensor in tensors.items()}
     at = 300

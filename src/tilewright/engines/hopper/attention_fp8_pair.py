@@ -1,0 +1,247 @@
+"""A consumer of FP8 attention where there are two: for short bands, whose tiles are soon done.
+
+As ``attention_fp8_consumer``, in less code. A multiprocessor's schedulers hold about 2000
+instructions, and a program that walks short tiles runs through all that it has again and again:
+three consumers, each with a loop for blocks that masks cut and one for the others, wait for
+instructions more than for anything else. So here blocks share one loop, and hidden NaN are repaired
+when the consumers are done.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.engines.hopper.attention_consumer import ends_of_masks
+from tilewright.engines.hopper.attention_fp8_consumer import in_order, start_scores
+from tilewright.engines.hopper.attention_fp8_pair_softmax import masked, pass_turn, softmax_block
+from tilewright.engines.hopper.attention_fp8_records import P_UNIT
+from tilewright.engines.hopper.attention_fp8_repair import (
+    INFINITY_BITS,
+    magnitudes,
+    note_spoiled,
+)
+from tilewright.engines.hopper.attention_places import (
+    count_tiles,
+    element,
+    next_step,
+    place_of,
+)
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_softmax import (
+    LN2,
+    LOG2E,
+    MINUS_INFINITY,
+    rescaled,
+    thread_sums,
+)
+from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait, partition_barrier
+
+
+@gluon.jit
+def next_block(
+    q,
+    acc,
+    top,
+    total,
+    first,
+    column,
+    is_cut,
+    block,
+    sequence,
+    memory,
+    problem,
+    tiling,
+    features,
+    WARPGROUP: gl.constexpr,
+):
+    """Both products of a block, and what lies between them."""
+    layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4)
+    stage = block % tiling.STAGES
+    phase = (block // tiling.STAGES) & 1
+    mbarrier.wait(memory.k_full.index(stage), phase)
+    token = start_scores(q, stage, memory, tiling)
+    scores = warpgroup_mma_wait(0, deps=(token,))
+    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    if features.FIRST_MASKED:
+        # One copy of the loop for all blocks: what programs run must fit into caches.
+        if is_cut:
+            scores = masked(scores, first, column, sequence, tiling, features)
+    p, factor, top, total = softmax_block(
+        scores,
+        top,
+        total,
+        problem.scale,
+        tiling,
+        p_layout,
+        memory.vt.dtype,
+        features.FIRST_MASKED,
+        WARPGROUP,
+    )
+    mbarrier.wait(memory.vt_full.index(stage), phase)
+    v = memory.vt.index(stage).permute((1, 0))
+    nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, layout)
+    token = warpgroup_mma(p, v, nothing, use_acc=False, is_async=True)
+    added = warpgroup_mma_wait(0, deps=(token,))
+    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
+    return rescaled(acc, factor) + added, top, total
+
+
+@gluon.jit
+def finish(acc, top, total, factor, peak_s, place, first, sequence, problem, features):
+    """(sums, what they are to be multiplied by, the largest probability so far); Stats are stored.
+
+    ``factor`` is what a sum of rounded probabilities times V is still to be multiplied by.
+    """
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = first + gl.arange(0, ROWS, layout)
+    total = gl.convert_layout(gl.sum(total, 1), layout) * P_UNIT
+    shift = gl.convert_layout(top, layout) * problem.scale
+    scaled = 1.0
+    if features.HAS_SINK:
+        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
+        new_shift = gl.maximum(shift, sink)
+        scaled = gl.exp2(shift - new_shift)
+        total = total * scaled + gl.exp2(sink - new_shift)
+        shift = new_shift
+    empty = total == 0.0
+    end = problem.rows
+    if features.LENGTHS_Q != NO_LENGTHS:
+        empty = empty | (rows >= sequence.rows)
+    if features.HAS_STATS:
+        stats = shift + gl.log2(total)
+        if not features.STATS_LOG2:
+            stats = stats * LN2
+        at = problem.stats.pointer + element(
+            problem.stats, place.batch, place.head, place.head * 0, False
+        )
+        gl.store(
+            at + rows.to(gl.int64) * problem.stats.row,
+            gl.where(empty, MINUS_INFINITY, stats),
+            mask=rows < end,
+        )
+    # The largest probability of a row is that of its maximum.
+    largest = gl.where(empty, 0.0, scaled / total)
+    peak_s = gl.maximum(peak_s, gl.where(rows < end, largest, 0.0).to(gl.int32, bitcast=True))
+    if features.LENGTHS_Q != NO_LENGTHS:
+        # What rows of padding hold, NaN included, does not matter.
+        acc = gl.where(empty[:, None], 0.0, acc)
+    return acc, largest * factor, peak_s
+
+
+@gluon.jit
+def leave(acc, gain, o_map, place, first, memory, WARPGROUP: gl.constexpr):
+    """O of a tile, ``acc`` times ``gain``, through shared memory."""
+    room = memory.o.index(WARPGROUP)
+    out = in_order(acc * gain[:, None]).to(room.dtype)
+    # The tile before has left the room by now: one thread sees to it for all.
+    tma.store_wait(0)
+    partition_barrier()
+    room.store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_map, [place.batch, place.head, first, 0], room)
+
+
+@gluon.jit
+def consume(
+    q_map,
+    k_map,
+    v_map,
+    o_map,
+    memory,
+    problem,
+    tiling,
+    features,
+    WARPGROUP: gl.constexpr,
+):
+    """A consumer: 64 rows of every tile."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
+    )
+    of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
+    BN: gl.constexpr = tiling.BLOCK_N
+    SLOTS: gl.constexpr = tiling.Q_SLOTS
+    no_sums = thread_sums(gl.zeros([ROWS, BN], gl.float32, score_layout))
+    peak_s = gl.zeros([ROWS], gl.int32, of_row)
+    peak_o = gl.zeros([ROWS], gl.int32, of_row)
+    spoiled = peak_o
+    factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)
+    factor = factor * P_UNIT
+    scale_o = gl.load(problem.scale_o)
+    if WARPGROUP == tiling.WARPGROUPS - 1:
+        pass_turn(tiling, WARPGROUP)
+    block = 0
+    count = count_tiles(problem, tiling, features)
+    step = next_step(0, problem, tiling, features)
+    for number in range(count):
+        place, sequence = place_of(step, problem, tiling, features)
+        first = place.first + WARPGROUP * ROWS
+        slot = number % SLOTS
+        q = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP)
+        column = (place.high - 1) * BN
+        top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, score_layout))
+        acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
+        total = no_sums
+        mbarrier.wait(memory.q_full.index(slot), (number // SLOTS) & 1)
+        free, _, n = ends_of_masks(place, first, sequence, tiling, features)
+        for j in range(0, n):
+            acc, top, total = next_block(
+                q,
+                acc,
+                top,
+                total,
+                first,
+                column - j * BN,
+                j < free,
+                block,
+                sequence,
+                memory,
+                problem,
+                tiling,
+                features,
+                WARPGROUP,
+            )
+            block += 1
+        if number + SLOTS < count:
+            barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
+        acc, gain, peak_s = finish(
+            acc, top, total, factor, peak_s, place, first, sequence, problem, features
+        )
+        rows = first + gl.arange(0, ROWS, of_row)
+        found = magnitudes(acc, rows, problem.rows).to(gl.float32, bitcast=True)
+        found = (found * gl.abs(gain)).to(gl.int32, bitcast=True)
+        if features.REPAIRS:
+            # Tiles that are not finite are looked at once more when all are done.
+            spoiled = gl.maximum(spoiled, found)
+            found = gl.where(found > INFINITY_BITS, 0, found)
+        peak_o = gl.maximum(peak_o, found)
+        leave(acc, gain * scale_o, o_map, place, first, memory, WARPGROUP)
+        step = next_step(step + 1, problem, tiling, features)
+    if WARPGROUP == 0:
+        barrier_wait(tiling.T_BARRIER, "256")
+    tma.store_wait(0)
+    if features.REPAIRS:
+        note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))
+    if features.HAS_AMAX_S:
+        gl.atomic_max(problem.amax_s, gl.max(peak_s, 0))
+    if features.HAS_AMAX_O:
+        gl.atomic_max(problem.amax_o, gl.max(peak_o, 0))
+
+
+@gluon.jit
+def consume_first(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
+
+
+@gluon.jit
+def consume_second(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
