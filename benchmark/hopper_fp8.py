@@ -11,6 +11,8 @@ that is not installed or declines.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import statistics
 import sys
@@ -18,13 +20,15 @@ from typing import Any
 
 import cudnn_frontend
 import torch
-from hopper_attention import HOST_US, TOKENS, WIDTH, frame
+from building import build_ahead
+from hopper_attention import HOST_US, TOKENS, WIDTH, build, frame
 from results import Table
 from timing import Call, device_ms
 
 import tilewright as tw
 
 FP8 = torch.float8_e4m3fn
+SIZES = (128, 64)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SCALES = {
     "descale_q": 1.0,
@@ -34,9 +38,15 @@ SCALES = {
     "scale_s": 2.0**8,
     "scale_o": 4.0,
 }
+OUTPUTS = {"o": FP8, "amax_s": torch.float32, "amax_o": torch.float32}
 # Probabilities of 3 bits of mantissa: 2 to 3 per cent each, which do not average out in a sum
 # whose terms cancel; O of 3 bits as much again.
 MOST_DIFFERENT = 0.06
+
+
+def dim_of(size: int, length: int) -> tuple[int, int, int, int]:
+    """Of q, k, v and O: TOKENS tokens, heads WIDTH wide in all."""
+    return (max(TOKENS // length, 1), WIDTH // size, length, size)
 
 
 def scalars() -> dict[str, torch.Tensor]:
@@ -44,30 +54,28 @@ def scalars() -> dict[str, torch.Tensor]:
     return {name: torch.full((1, 1, 1, 1), value, device="cuda") for name, value in SCALES.items()}
 
 
-def own(q: Any, k: Any, v: Any, o: Any, causal: bool) -> Call:
-    """A call of the Hopper engine in FP8."""
+def build_fp8(size: int, length: int, causal: bool) -> Any:
+    """A graph that the Hopper engine has taken in FP8."""
+    dim = dim_of(size, length)
     graph = tw.Graph(io_data_type=FP8, intermediate_data_type="float32")
-    buffers = {"q": q, "k": k, "v": v, **scalars()}
-    declared = {
-        name: graph.tensor(x.shape, x.stride(), x.dtype, name=name) for name, x in buffers.items()
-    }
+    declared = [graph.tensor(dim, name=name) for name in "qkv"]
+    declared += [graph.tensor((1, 1, 1, 1), data_type="float32", name=name) for name in SCALES]
     outputs = graph.sdpa_fp8(
-        *declared.values(),
-        is_inference=True,
-        attn_scale=q.shape[-1] ** -0.5,
-        use_causal_mask=causal,
+        *declared, is_inference=True, attn_scale=size**-0.5, use_causal_mask=causal
     )
-    room = {
-        "o": o,
-        "amax_s": torch.empty(1, device="cuda"),
-        "amax_o": torch.empty(1, device="cuda"),
-    }
-    for tensor, (name, buffer) in zip((outputs[0], *outputs[2:]), room.items(), strict=True):
-        tensor.set_output(True).set_name(name).set_data_type(buffer.dtype)
+    for tensor, (name, kind) in zip((outputs[0], *outputs[2:]), OUTPUTS.items(), strict=True):
+        tensor.set_output(True).set_name(name).set_data_type(kind)
     graph.build()
     if graph.selected_engine != "hopper":
         raise SystemExit(str(graph.explain()))
-    launch: Call = graph.bind(buffers | room).launch
+    return graph
+
+
+def own(q: Any, k: Any, v: Any, o: Any, causal: bool) -> Call:
+    """A call of the Hopper engine in FP8."""
+    maxima = {name: torch.empty(1, device="cuda") for name in ("amax_s", "amax_o")}
+    graph = build_fp8(q.shape[-1], q.shape[2], causal)
+    launch: Call = graph.bind({"q": q, "k": k, "v": v, "o": o, **scalars(), **maxima}).launch
     return launch
 
 
@@ -126,17 +134,17 @@ def compare(case: str, o: Any, reference: Any) -> None:
 
 def measure(table: Table, size: int, length: int, causal: bool, rounds: int) -> None:
     """One cell."""
-    heads, batch = WIDTH // size, max(TOKENS // length, 1)
-    dim = (batch, heads, length, size)
-    rounded = [torch.randn(dim, device="cuda").to(FP8) for _ in range(3)]
-    wide = [x.to(torch.bfloat16) for x in rounded]
-    o, o_wide = torch.zeros(dim, device="cuda").to(FP8), torch.empty_like(wide[0])
+    dim = dim_of(size, length)
+    batch, heads = dim[:2]
+    q, k, v = (torch.randn(dim, device="cuda").to(FP8) for _ in range(3))
+    q_wide, k_wide, v_wide = (x.to(torch.bfloat16) for x in (q, k, v))
+    o, o_wide = torch.zeros(dim, device="cuda").to(FP8), torch.empty_like(q_wide)
     calls: dict[str, Call] = {
-        "fp8": own(*rounded, o, causal),
-        "bf16": frame(*wide, o_wide, causal).launch,
+        "fp8": own(q, k, v, o, causal),
+        "bf16": frame(q_wide, k_wide, v_wide, o_wide, causal).launch,
     }
     o_cudnn = torch.zeros(dim, device="cuda").to(FP8)
-    other = cudnn(*rounded, o_cudnn, causal)
+    other = cudnn(q, k, v, o_cudnn, causal)
     if other is not None:
         calls["cudnn"] = other
     times = device_ms(calls, rounds, HOST_US)
@@ -159,15 +167,18 @@ def measure(table: Table, size: int, length: int, causal: bool, rounds: int) -> 
 
 
 def main() -> None:
+    # The lengths on both sides of where another tile is taken.
+    ends = list(itertools.product(SIZES, (LENGTHS[0], LENGTHS[-1]), (False, True)))
+    build_ahead([functools.partial(of, *cell) for of in (build_fp8, build) for cell in ends])
     rounds = 8 if "--quick" in sys.argv else 15
     torch.manual_seed(0)
     table = Table("hopper_fp8", "python benchmark/hopper_fp8.py")
-    for size in (128, 64):
-        for length in LENGTHS:
-            for causal in (False, True):
-                measure(table, size, length, causal, rounds)
-        # What there is stays, should the run be cut short.
-        table.write()
+    for size, length in itertools.product(SIZES, LENGTHS):
+        for causal in (False, True):
+            measure(table, size, length, causal, rounds)
+        if length >= LENGTHS[-2]:
+            # What there is stays, should the run be cut short.
+            table.write()
     for peer in ("bf16", "cudnn"):
         ratios = [float(row[f"over_{peer}"]) for row in table.rows if row[f"over_{peer}"]]
         if ratios:
