@@ -20,6 +20,7 @@ from tilewright.engines.hopper.attention_fp8_spec import (
     AttentionFp8Spec,
     read_spec,
 )
+from tilewright.engines.hopper.barriers import FIRST_FREE
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
 from tilewright.errors import NotSupportedError
@@ -29,6 +30,8 @@ from tilewright.launch.prepared import Argument, Constant
 from tilewright.launch.tensor_maps import tensor_map
 
 _SLAB = 64
+# Named barriers of a program.
+_BARRIERS = 16
 # Keys up to which tiles under a right bound go to two consumers.
 _SHORT = 2048
 # Registers a thread at entry, and of a consumer and the producer, by warpgroups of consumers: with
@@ -73,6 +76,11 @@ def plan_with(
     graph: DeclaredGraph, spec: AttentionFp8Spec, config: AttentionConfig, sm_count: int
 ) -> KernelPlan:
     """The plan of one configuration."""
+    turns = 2 if config.warpgroups == 2 else 0
+    if FIRST_FREE.value + 2 * config.stages + config.q_slots + turns > _BARRIERS:
+        raise NotSupportedError(
+            f"{config.stages} stages take more barriers than the {_BARRIERS} that there are"
+        )
     slots = slot_numbers(graph)
     ports = spec.ports
     depth, depth_v = padded(spec.depth), padded(spec.depth_v)

@@ -146,6 +146,10 @@ def test_tiles_follow_the_lengths_and_the_knobs_tell_them() -> None:
         dims = ((2, 4, keys, 64),) * 3
         (proposal,) = attention_fp8.propose(declare(dims=dims, use_causal_mask=causal), 132)
         assert dict(proposal.knobs)[tw.knob_type.TILE_M] == rows, (keys, causal)
+    # Two consumers take turns, by two barriers more.
+    attention_fp8.plan(declare(), ((tw.knob_type.STAGES, 4),), 132)
+    with pytest.raises(tw.NotSupportedError, match="4 stages take more barriers than the 16"):
+        attention_fp8.plan(declare(use_causal_mask=True), ((tw.knob_type.STAGES, 4),), 132)
 
 
 @pytest.mark.L0
