@@ -1,9 +1,10 @@
-"""Building graphs: for buffers that torch allocated, and in several processes ahead of a run."""
+"""Building graphs: for buffers that torch allocated, and in several processes at once."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 # At least what torch's allocator gives, in bytes.
@@ -34,3 +35,44 @@ def build_ahead(parts: Sequence[Callable[[], Any]]) -> None:
         process.start()
     for process in processes:
         process.join()
+
+
+def measured_in_turn(parts: Sequence[Callable[[], Callable[[], Any]]]) -> Iterator[Any]:
+    """What each part measures; to be called before CUDA is.
+
+    Parts run at once, each in a process of its own, up to the function that they return: that has
+    the device to itself, when all are so far.
+
+    Raises:
+        SystemExit: if a part ends without a result.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for part in parts:
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=_measure_in_turn, args=(part, theirs))
+        process.start()
+        # So that the end of the process is the end of the pipe.
+        theirs.close()
+        pipes.append(pipe)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            pipe.recv()
+        for pipe in pipes:
+            pipe.send(None)
+            yield pipe.recv()
+    except EOFError as error:
+        raise SystemExit("a part of the benchmark failed; its error is above") from error
+    finally:
+        # Those that have measured are at their end; others wait for a turn that does not come.
+        for process in processes:
+            process.join(1.0)
+            process.terminate()
+
+
+def _measure_in_turn(part: Callable[[], Callable[[], Any]], pipe: Connection) -> None:
+    measure = part()
+    pipe.send(None)
+    pipe.recv()
+    pipe.send(measure())

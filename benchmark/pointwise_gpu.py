@@ -19,7 +19,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
-from building import build_ahead, build_aligned
+from building import build_aligned, measured_in_turn
 from results import Table
 from timing import Call, device_ms
 
@@ -128,8 +128,8 @@ def check(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         raise SystemExit(f"{name}: wrong result, error {error}")
 
 
-def measure(name: str, table: Table | None) -> None:
-    """One subject; with no table everything is only built, checked and run once."""
+def prepared(name: str) -> Callable[[], dict[str, tuple[float, int]]]:
+    """What measures a subject's calls: milliseconds of each, and the bytes that it moves."""
     tensors = inputs()
     copy = torch.empty_like(tensors["x"])
     _, function, operands = SUBJECTS[name]
@@ -138,34 +138,38 @@ def measure(name: str, table: Table | None) -> None:
     given = [tensors[key] for key in operands]
     check(name, y, function(*given))
     compiled = torch.compile(function, dynamic=False)
-    compiled(*given)
-    if table is None:
-        return
     calls: dict[str, Call] = {
         "copy": functools.partial(copy.copy_, tensors["x"]),
         "tilewright": frame.launch,
         "torch.compile": functools.partial(compiled, *given),
     }
-    times = device_ms(calls)
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, y))
     copied = 2 * copy.numel() * copy.element_size()
-    for subject, value in times.items():
-        volume = copied if subject == "copy" else moved
-        table.add(
-            graph=name,
-            subject=subject,
-            ms=f"{value:.4f}",
-            tb_s=f"{volume / value / 1e9:.3f}",
-            of_copy=f"{times['copy'] / value * volume / copied:.3f}",
-        )
-    table.write()
+
+    def measure() -> dict[str, tuple[float, int]]:
+        times = device_ms(calls)
+        return {key: (times[key], copied if key == "copy" else moved) for key in calls}
+
+    return measure
 
 
 def main() -> None:
-    build_ahead([functools.partial(measure, name, None) for name in SUBJECTS])
     table = Table("pointwise", "python benchmark/pointwise_gpu.py")
-    for name in SUBJECTS:
-        measure(name, table)
+    parts = [functools.partial(prepared, name) for name in SUBJECTS]
+    for name, found in zip(SUBJECTS, measured_in_turn(parts), strict=True):
+        copy_ms, copied = found["copy"]
+        for subject, (ms, volume) in found.items():
+            table.add(
+                graph=name,
+                subject=subject,
+                ms=f"{ms:.4f}",
+                tb_s=f"{volume / ms / 1e9:.3f}",
+                of_copy=f"{copy_ms / ms * volume / copied:.3f}",
+            )
+        table.write()
 
 
 if __name__ == "__main__":
