@@ -44,8 +44,8 @@ ALIGNMENT_BYTES = 16
 # cuDNN's front end takes long to build a plan, and the kernels are those that PyTorch calls.
 FRONT_END_LENGTH = 8192
 # Seconds for compiling everything, parts side by side, before anything is measured.
-BUILD_S = 40.0
-ROUNDS = 10
+BUILD_S = 30.0
+ROUNDS = 7
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Results of unit-variance operands: what bfloat16's rounding of P and O allows.
 TOLERANCE = 3e-2
