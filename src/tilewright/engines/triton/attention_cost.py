@@ -8,10 +8,11 @@ exponential. Programs that share a multiprocessor share its units. A call takes
     few queries:  launch + start + the longer one of the turns and the reading of all keys and
                   values, and the launch and the turns of the combination
 
-Every fact is in ``DEVICE_FACTS``. Those of SM90 are fitted to 34 declarations on an H200: of the
+Every fact is in ``DEVICE_FACTS``. Those of SM90 were fitted to 34 declarations on an H200: of the
 tiles proposed then, the model was within a factor of 1.7 of what was measured, and the one that it
-put first took 0.5 % longer than the quickest on average, 6 % at most. The rates of other parts are
-their makers' figures, scaled alike. Autotuning measures.
+put first took 0.5 % longer than the quickest on average, 6 % at most. Starts of warp groups and
+masks were fitted again since. ``benchmark/attention_plans.py`` sets the model beside the times of
+all plans. The rates of other parts are their makers' figures, scaled alike. Autotuning measures.
 """
 
 from __future__ import annotations
