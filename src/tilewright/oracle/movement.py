@@ -21,8 +21,12 @@ def _reshape(operation: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 @reference("slice")
 def _slice(operation: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    index = tuple(part if isinstance(part, slice) else slice(*part) for part in operation.slices)
-    return {"out": inputs["input"][index]}
+    found = inputs["input"]
+    for axis, part in enumerate(operation.slices):
+        cut = part if isinstance(part, slice) else slice(*part)
+        places = torch.tensor(range(found.shape[axis])[cut], dtype=torch.long, device=found.device)
+        found = found.index_select(axis, places)
+    return {"out": found}
 
 
 @reference("transpose")

@@ -84,6 +84,7 @@ def prepare_slice(operation: Any, device: torch.device) -> Kernel:
         raise NotSupportedError(
             f"tensor {out.label()} has dim {out.dim}; {source.dim} sliced by {index} has {dim}"
         )
+    index = tuple(_shortest(r[entry]) for r, entry in zip(ranges, index, strict=False))
     return _moving(source, out, device, lambda x: x[index])
 
 
@@ -205,6 +206,13 @@ def _copy(output: Tensor, value: Tensor) -> None:
 def _as_slice(entry: Any) -> slice:
     """A slice from a slice or from (start, stop) or (start, stop, step)."""
     return entry if isinstance(entry, slice) else slice(*entry)
+
+
+def _shortest(taken: range) -> slice:
+    """What ``taken`` takes; a step that leads to nothing, times a stride, may overflow: without."""
+    if len(taken) < 2:
+        return slice(taken.start, taken.start + len(taken))
+    return slice(taken.start, taken.stop, taken.step)
 
 
 def _position(port: str) -> int:

@@ -62,7 +62,8 @@ class Access:
                 )
             stride = axis[0][1] if axis else 0
             offset += chosen.start * stride
-            axes[position] = _digits([(len(chosen), stride * step)])
+            # A step that leads to nothing may be of any size.
+            axes[position] = _digits([(len(chosen), stride * step if len(chosen) > 1 else 0)])
         return Access(offset, tuple(axes))
 
     def reshaped(self, dim: Dim) -> Access:

@@ -62,8 +62,11 @@ def test_slices_have_positive_steps_and_the_declared_extent():
         return shape.prepare_slice(operation(record((4, 5)), record(out), slices=slices), CPU)
 
     x = torch.arange(20.0).view(4, 5)
-    for slices in ([(1, 3)], [slice(None), (0, 5, 2)], [(0, 4, 3), (-2, None)], [(3, 1)], []):
-        expected = x[tuple(s if isinstance(s, slice) else slice(*s) for s in slices)]
+    # The last two: a step times a stride would be beyond 64 bits.
+    given = [[(1, 3)], [slice(None), (0, 5, 2)], [(0, 4, 3), (-2, None)], [(3, 1)], []]
+    for slices in (*given, [(1, 4, 2**62), (0, 5, 2**63 - 1)], [(4, None, 2**62)]):
+        index = tuple(s if isinstance(s, slice) else slice(*s) for s in slices)
+        expected = torch.from_numpy(x.numpy()[index].copy())
         out = torch.full(expected.shape, 99.0)
         prepare(slices, tuple(expected.shape))({"input": x}, {"out": out})
         assert torch.equal(out, expected)
