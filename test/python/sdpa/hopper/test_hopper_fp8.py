@@ -141,15 +141,22 @@ def test_maxima_are_zeroed_first_and_only_if_somebody_asked() -> None:
 
 @pytest.mark.L0
 def test_tiles_follow_the_lengths_and_the_knobs_tell_them() -> None:
-    # Short tiles under a right bound go to two consumers.
-    for keys, causal, rows in ((2048, True, 128), (2056, True, 192), (512, False, 192)):
-        dims = ((2, 4, keys, 64),) * 3
+    # Short tiles of wide heads under a right bound go to two consumers.
+    for width, keys, causal, rows in (
+        (128, 2048, True, 128),
+        (128, 2056, True, 192),
+        (128, 512, False, 192),
+        (64, 2048, True, 192),
+    ):
+        dims = ((2, 4, keys, width),) * 3
         (proposal,) = attention_fp8.propose(declare(dims=dims, use_causal_mask=causal), 132)
-        assert dict(proposal.knobs)[tw.knob_type.TILE_M] == rows, (keys, causal)
+        assert dict(proposal.knobs)[tw.knob_type.TILE_M] == rows, (width, keys, causal)
     # Two consumers take turns, by two barriers more.
-    attention_fp8.plan(declare(), ((tw.knob_type.STAGES, 4),), 132)
+    dims = ((2, 4, 256, 128),) * 3
+    attention_fp8.plan(declare(dims=dims), ((tw.knob_type.STAGES, 4),), 132)
+    short = declare(dims=dims, use_causal_mask=True)
     with pytest.raises(tw.NotSupportedError, match="4 stages take more barriers than the 16"):
-        attention_fp8.plan(declare(use_causal_mask=True), ((tw.knob_type.STAGES, 4),), 132)
+        attention_fp8.plan(short, ((tw.knob_type.STAGES, 4),), 132)
 
 
 @pytest.mark.L0
