@@ -1,5 +1,8 @@
 """Rotary position embedding from cos and sin tables, as a graph of slices and products.
 
+The first and the second elements of the pairs, and what is passed through, are results of their
+own, each a view of the result: so nothing need be joined, and an engine can make all in one kernel.
+
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
 
@@ -14,9 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.dtypes import as_data_type
+from tilewright.dtypes import DataType
 from tilewright.errors import BindingError
-from tilewright.graph.enums import reshape_mode
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import (
@@ -155,18 +157,21 @@ def _rotate(
 ) -> torch.Tensor:
     y = torch.empty_like(x)
     inputs = {"x": x, "cos": cos, "sin": sin}
+    parts = _parts(layout, x.shape[3])
+    outputs = {f"y_{name}": y[..., part] for name, part in parts.items()}
 
     def declare(graph: DeclaredGraph) -> None:
         source, c, s = (
             graph.tensor(t.shape, t.stride(), t.dtype, name=name) for name, t in inputs.items()
         )
-        facts = {"is_double": x.dtype is torch.float64, "is_head_innermost": y.stride(-1) == 1}
-        rotated = _declare_rotation(graph, source, c, s, layout, **facts).set_data_type(x.dtype)
-        rotated.set_output(True).set_name("y").set_dim(y.shape).set_stride(y.stride())
+        made = _declare_rotation(graph, source, c, s, layout)
+        for tensor, (name, out) in zip(made, outputs.items(), strict=True):
+            tensor.set_output(True).set_name(name).set_data_type(out.dtype)
+            tensor.set_dim(out.shape).set_stride(out.stride())
 
     key = (layout, operands_key(inputs), operands_key({"y": y}))
     operation = "rope_backward" if layout.is_backward else "rope"
-    run(operation, key, declare, inputs, {"y": y}, device=x.device, engine=engine, stream=stream)
+    run(operation, key, declare, inputs, outputs, device=x.device, engine=engine, stream=stream)
     return y
 
 
@@ -200,50 +205,34 @@ _rope = register(
 )
 
 
-def _declare_rotation(
-    graph: DeclaredGraph,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    layout: _Layout,
-    *,
-    is_double: bool,
-    is_head_innermost: bool,
-) -> Tensor:
-    batch, heads, length, depth = x.dim
+def _parts(layout: _Layout, depth: int) -> dict[str, slice]:
+    """Where in a head the first and second elements of the pairs are, and the rest if there is."""
     width, half = layout.rotary_dim, layout.rotary_dim // 2
-    whole = [slice(0, batch), slice(0, heads), slice(0, length)]
+    parts = {"first": slice(0, half), "second": slice(half, width)}
     if layout.interleaved:
-        parts = [slice(0, width, 2), slice(1, width, 2)]
-    else:
-        parts = [slice(0, half), slice(half, width)]
-    kept = "float64" if is_double else "float32"
-    first, second = (graph.slice(x, [*whole, part]).set_data_type(x.data_type) for part in parts)
+        parts = {"first": slice(0, width, 2), "second": slice(1, width, 2)}
+    return parts | ({"rest": slice(width, depth)} if width < depth else {})
+
+
+def _declare_rotation(
+    graph: DeclaredGraph, x: Tensor, cos: Tensor, sin: Tensor, layout: _Layout
+) -> list[Tensor]:
+    """A result a part, whose type and layout are the caller's to declare."""
+    batch, heads, length, depth = x.dim
+    whole = [slice(0, batch), slice(0, heads), slice(0, length)]
+    first, second, *rest = (
+        graph.slice(x, [*whole, part]).set_data_type(x.data_type)
+        for part in _parts(layout, depth).values()
+    )
+    kept = "float64" if x.data_type is DataType.DOUBLE else "float32"
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return graph.mul(a, b).set_data_type(kept)
 
     forward, backward = (graph.add, graph.sub) if layout.is_backward else (graph.sub, graph.add)
-    y1: Tensor = forward(product(first, cos), product(second, sin)).set_data_type(kept)
-    y2 = backward(product(second, cos), product(first, sin)).set_data_type(kept)
-    if layout.interleaved:
-        pair = (batch, heads, length, half, 1)
-        columns = [graph.reshape(y).set_dim(pair).set_data_type(kept) for y in (y1, y2)]
-        rotated = graph.concatenate(columns, axis=4).set_data_type(kept)
-        # Only where the head is innermost do strides alone put the pairs one behind the other.
-        mode = reshape_mode.VIEW_ONLY if is_head_innermost else reshape_mode.LOGICAL
-        rotated = graph.reshape(rotated, reshape_mode=mode).set_dim((*x.dim[:3], width))
-        pieces = [rotated.set_data_type(kept)]
-    else:
-        pieces = [y1, y2]
-    if width < depth:
-        tail = graph.slice(x, [*whole, slice(width, depth)]).set_data_type(x.data_type)
-        pieces.append(graph.identity(tail).set_data_type(kept))
-    joined = pieces[0] if len(pieces) == 1 else graph.concatenate(pieces, axis=3)
-    if x.data_type is as_data_type(kept):
-        return joined
-    # Pieces are moved in the type that they were computed in, and rounded once, here.
-    return graph.identity(joined.set_data_type(kept))
+    y1: Tensor = forward(product(first, cos), product(second, sin))
+    y2: Tensor = backward(product(second, cos), product(first, sin))
+    return [y1, y2, *(graph.identity(tail) for tail in rest)]
 
 
 def _look_up(
