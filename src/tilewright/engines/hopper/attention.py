@@ -18,9 +18,10 @@ from tilewright.engines.compiled.planned import (
 from tilewright.engines.hopper.attention_kernel import attention_forward
 from tilewright.engines.hopper.attention_order import SORT_WARPS, order_bytes, order_tiles
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
+from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
-from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
@@ -100,12 +101,12 @@ def _fits_three(rows: int) -> bool:
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal; its knobs tell the tile."""
-    return [proposal(choose_config(_only_spec(graph)))]
+    return [proposal(choose_config(read_spec(only_operation(graph))))]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """One launch, a program a multiprocessor."""
-    spec = _only_spec(graph)
+    spec = read_spec(only_operation(graph))
     return plan_with(graph, spec, with_knobs(choose_config(spec), knobs), sm_count)
 
 
@@ -189,8 +190,8 @@ def plan_with(
             ("LAZY", config.lazy),
             ("AHEAD", config.ahead),
             *masks.items(),
-            ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", ports)),
-            ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", ports)),
+            ("LENGTHS_Q", length_kind(ports, "q")),
+            ("LENGTHS_KV", length_kind(ports, "kv")),
             # DENSE, PACKED or ORDERED of the kernel.
             ("RAGGED_Q", 2 if order is not None else int(spec.ragged_q)),
             ("RAGGED_KV", spec.ragged_kv),
@@ -296,8 +297,8 @@ def _order_kernel(
         order_tiles,
         tuple((name, given[name][0]) for name in names),
         (
-            ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", spec.ports)),
-            ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", spec.ports)),
+            ("LENGTHS_Q", length_kind(spec.ports, "q")),
+            ("LENGTHS_KV", length_kind(spec.ports, "kv")),
             ("HAS_LEFT", spec.left is not None),
             ("HAS_RIGHT", spec.right is not None),
             ("BOTTOM_RIGHT", spec.shifts),
@@ -306,20 +307,6 @@ def _order_kernel(
         warps=SORT_WARPS,
     )
     return PlannedKernel(kernel, (1, 1, 1), tuple(given[name][1] for name in names))
-
-
-def _length_kind(tensor: Tensor | None, port: str, ports: Mapping[str, Tensor]) -> int:
-    """NO_LENGTHS, LENGTHS or SUMS of the kernel."""
-    return 0 if tensor is None else 1 if ports.get(port) is tensor else 2
-
-
-def _only_spec(graph: DeclaredGraph) -> AttentionSpec:
-    if len(graph.operations) != 1:
-        raise NotSupportedError(
-            f"graph {graph.name!r} has {len(graph.operations)} operations; Hopper attention takes "
-            "graphs of one"
-        )
-    return read_spec(graph.operations[0])
 
 
 def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> dict[str, bool]:

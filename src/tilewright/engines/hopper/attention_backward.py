@@ -30,7 +30,9 @@ from tilewright.engines.hopper.attention_backward_rows import (
 )
 from tilewright.engines.hopper.attention_backward_spec import BackwardSpec, read_backward
 from tilewright.engines.hopper.attention_backward_wide import attention_backward_wide
+from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.map_types import box_type, map_type
+from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
@@ -76,7 +78,7 @@ _LEAST_SCALE = 2.0**-16
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal."""
-    spec = _only_spec(graph)
+    spec = read_backward(only_operation(graph))
     notes = frozenset({numeric_note.NONDETERMINISTIC}) if has_sums(spec) else frozenset()
     knobs = ((knob_type.STAGES, tile_of(spec)[1]),)
     return [Proposal(knobs, 1.0, frozenset({behavior_note.RUNTIME_COMPILATION}), notes)]
@@ -84,7 +86,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Row statistics, the products, dQ, and dSink where it is asked for."""
-    spec, given = _only_spec(graph), dict(knobs)
+    spec, given = read_backward(only_operation(graph)), dict(knobs)
     rows, stages = tile_of(spec)
     stages = given.get(knob_type.STAGES, stages)
     most = _FEWEST_SLOTS if has_sums(spec) else _MOST_SLOTS
@@ -314,7 +316,7 @@ class _Call:
         return self.lines * (self.padded_rows // _BLOCK_ROWS)
 
     def _sequences_q(self) -> dict[str, int | bool]:
-        return {"LENGTHS_Q": self.spec.length_kind("q"), "RAGGED_Q": self.spec.ragged_q}
+        return {"LENGTHS_Q": length_kind(self.spec.ports, "q"), "RAGGED_Q": self.spec.ragged_q}
 
     def _maps(self, arguments: _Arguments, rows: int, keys: int) -> None:
         """Tensor maps that move tiles of ``rows`` rows and ``keys`` keys."""
@@ -362,7 +364,7 @@ class _Call:
             "HAS_TAIL": not self.has_sums
             or spec.keys % block_keys != 0
             or spec.lengths_kv is not None,
-            "LENGTHS_KV": spec.length_kind("kv"),
+            "LENGTHS_KV": length_kind(spec.ports, "kv"),
             "RAGGED_KV": spec.ragged_kv,
         }
 
@@ -401,12 +403,3 @@ class _Call:
         ):
             value = scratch_map(name, held, offset, dim, box, swizzle)
             arguments.add(name, box_type(held, box), value)
-
-
-def _only_spec(graph: DeclaredGraph) -> BackwardSpec:
-    if len(graph.operations) != 1:
-        raise NotSupportedError(
-            f"graph {graph.name!r} has {len(graph.operations)} operations; Hopper attention takes "
-            "graphs of one"
-        )
-    return read_backward(graph.operations[0])

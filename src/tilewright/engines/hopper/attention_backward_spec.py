@@ -8,7 +8,12 @@ from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.engines.hopper.attention_spec import DATA_TYPES
-from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
+from tilewright.engines.hopper.bounds import lengths_of, read_bounds
+from tilewright.engines.hopper.operand_rules import (
+    require_packed_sink,
+    require_same_raggedness,
+    require_whole_rows,
+)
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
@@ -23,6 +28,8 @@ _PORTS = frozenset(
     | {"seq_len_q", "seq_len_kv", "cu_seq_len_q", "cu_seq_len_kv"}
 )
 _MAPPED = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
+# What has a row a query is ragged as q is, and what has one a key as k is.
+_PARTNERS = dict.fromkeys(("o", "dO", "stats", "dQ"), "q") | dict.fromkeys(("v", "dK", "dV"), "k")
 _INT32_MAX = 2**31 - 1
 
 
@@ -53,11 +60,6 @@ class BackwardSpec:
     ragged_kv: bool
     is_deterministic: bool
 
-    def length_kind(self, side: str) -> int:
-        """NO_LENGTHS, LENGTHS or SUMS of the kernels, of side "q" or "kv"."""
-        given = self.lengths_q if side == "q" else self.lengths_kv
-        return 0 if given is None else 1 if self.ports.get(LENGTHS[side][0]) is given else 2
-
     @property
     def group(self) -> int:
         """Query heads a key head."""
@@ -75,7 +77,8 @@ def read_backward(operation: Operation) -> BackwardSpec:
     ports = dict(op.inputs)
     ports |= {name: t for name, t in op.outputs.items() if not t.is_virtual}
     _check_features(title, op, ports)
-    _check_ragged(ports)
+    require_same_raggedness(ports, _PARTNERS)
+    require_whole_rows(ports, ("q", "k", "v", "dO", "dK", "dV"))
     _check_operands(title, ports)
     if max(extents.depth, extents.depth_v) > MAX_HEAD_SIZE:
         raise NotSupportedError(
@@ -136,38 +139,6 @@ def _check_features(title: str, op: Any, ports: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_ragged(ports: Mapping[str, Tensor]) -> None:
-    """What has a row a query is ragged together, what has one a key too; starts are whole rows."""
-    partners = dict.fromkeys(("o", "dO", "stats", "dQ"), "q") | dict.fromkeys(
-        ("v", "dK", "dV"), "k"
-    )
-    for port, partner in partners.items():
-        tensor, other = ports.get(port), ports[partner]
-        if tensor is None:
-            continue
-        if (tensor.ragged_offset is None) != (other.ragged_offset is None):
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) and {other.label()} ({partner}): the kernels "
-                "take both ragged, or neither"
-            )
-    for port, names in (("q", LENGTHS["q"]), ("k", LENGTHS["kv"])):
-        if ports[port].ragged_offset is not None and not any(name in ports for name in names):
-            raise NotSupportedError(
-                f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"
-            )
-    for port in ("q", "k", "v", "dO", "dK", "dV"):
-        tensor = ports.get(port)
-        if tensor is None or tensor.ragged_offset is None:
-            continue
-        row = tensor.stride[2]
-        if row < 1 or tensor.ragged_offset_multiplier % row:
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) has ragged_offset_multiplier "
-                f"{tensor.ragged_offset_multiplier} and stride {tensor.stride}; the kernels take "
-                "offsets that count whole rows: a multiple of the stride along them"
-            )
-
-
 def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
     wanted = ports["q"].data_type
     for port in _MAPPED:
@@ -183,14 +154,10 @@ def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
         reason = map_decline_reason(tensor, is_flat=tensor.ragged_offset is not None)
         if reason is not None:
             raise NotSupportedError(f"tensor {tensor.label()} ({port}): {reason}")
-    stats, sink = ports["stats"], ports.get("sink_token")
+    stats = ports["stats"]
     if stats.data_type is not DataType.FLOAT:
         raise NotSupportedError(
             f"tensor {stats.label()} (stats) has data type {stats.data_type.name}; the kernels "
             "take FLOAT"
         )
-    if sink is not None and sink.dim[1] > 1 and sink.stride[1] != 1:
-        raise NotSupportedError(
-            f"tensor {sink.label()} (sink_token) has stride {sink.stride}; the kernels take 1 "
-            "along the heads"
-        )
+    require_packed_sink(ports)

@@ -21,7 +21,9 @@ from tilewright.engines.hopper.attention_fp8_spec import (
     read_spec,
 )
 from tilewright.engines.hopper.barriers import FIRST_FREE
+from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
@@ -63,12 +65,12 @@ def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal; its knobs tell the tile."""
-    return [proposal(choose_config(_only_spec(graph)))]
+    return [proposal(choose_config(read_spec(only_operation(graph))))]
 
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """Zero the maxima, then one launch, a program a multiprocessor."""
-    spec = _only_spec(graph)
+    spec = read_spec(only_operation(graph))
     return plan_with(graph, spec, with_knobs(choose_config(spec), knobs), sm_count)
 
 
@@ -139,8 +141,8 @@ def plan_with(
         ("Q_SLOTS", config.q_slots),
         ("BY_COST", config.by_cost and _cost_grows(spec)),
         *_mask_constants(spec, config),
-        ("LENGTHS_Q", _length_kind(spec.lengths_q, "seq_len_q", spec)),
-        ("LENGTHS_KV", _length_kind(spec.lengths_kv, "seq_len_kv", spec)),
+        ("LENGTHS_Q", length_kind(ports, "q")),
+        ("LENGTHS_KV", length_kind(ports, "kv")),
         ("HAS_STATS", "Stats" in ports),
         ("STATS_LOG2", spec.stats_log2 and "Stats" in ports),
         ("HAS_SINK", "sink_token" in ports),
@@ -169,20 +171,6 @@ def plan_with(
         tuple(values[name][1] for name in amaxes),
     )
     return KernelPlan((clear, main))
-
-
-def _length_kind(tensor: Tensor | None, port: str, spec: AttentionFp8Spec) -> int:
-    """NO_LENGTHS, LENGTHS or SUMS of the kernel."""
-    return 0 if tensor is None else 1 if spec.ports.get(port) is tensor else 2
-
-
-def _only_spec(graph: DeclaredGraph) -> AttentionFp8Spec:
-    if len(graph.operations) != 1:
-        raise NotSupportedError(
-            f"graph {graph.name!r} has {len(graph.operations)} operations; Hopper attention takes "
-            "graphs of one"
-        )
-    return read_spec(graph.operations[0])
 
 
 def _mask_constants(

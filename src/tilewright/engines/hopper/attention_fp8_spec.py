@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tilewright.dtypes import DataType
 from tilewright.engines.hopper.attention_spec import MIN_ROWS
 from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
+from tilewright.engines.hopper.operand_rules import require_packed_sink
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
@@ -152,9 +153,4 @@ def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
                 f"tensor {tensor.label()} ({port}) has data type {tensor.data_type.name}; the "
                 "kernels store FLOAT"
             )
-    sink = ports.get("sink_token")
-    if sink is not None and sink.dim[1] > 1 and sink.stride[1] != 1:
-        raise NotSupportedError(
-            f"tensor {sink.label()} (sink_token) has stride {sink.stride}; the kernels take 1 "
-            "along the heads"
-        )
+    require_packed_sink(ports)

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.soft_cap import SoftCap, read_soft_cap
 from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
+from tilewright.engines.hopper.operand_rules import (
+    require_packed_sink,
+    require_same_raggedness,
+    require_whole_rows,
+)
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
@@ -90,7 +95,9 @@ def read_spec(operation: Operation) -> AttentionSpec:
     ports |= {name: t for name, t in operation.outputs.items() if not t.is_virtual}
     _check_features(title, operation, ports)
     extents = operation.extents()
-    _check_ragged(ports)
+    # q, O and Stats are ragged together, k and v too.
+    require_same_raggedness(ports, {"O": "q", "Stats": "q", "v": "k"})
+    require_whole_rows(ports, ("q", "k", "v", "O"))
     _check_operands(title, ports)
     if max(extents.depth, extents.depth_v) > MAX_HEAD_SIZE or extents.depth_v > extents.depth:
         raise NotSupportedError(
@@ -142,33 +149,6 @@ def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor
             )
 
 
-def _check_ragged(ports: Mapping[str, Tensor]) -> None:
-    """q, O and Stats are ragged together, k and v too, and sequences start at whole rows."""
-    for port, partner in (("O", "q"), ("Stats", "q"), ("v", "k")):
-        tensor, other = ports.get(port), ports[partner]
-        if tensor is None:
-            continue
-        if (tensor.ragged_offset is None) != (other.ragged_offset is None):
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) and {other.label()} ({partner}): the kernels "
-                "take both ragged, or neither"
-            )
-    for port, names in (("q", LENGTHS["q"]), ("k", LENGTHS["kv"])):
-        if ports[port].ragged_offset is not None and not any(name in ports for name in names):
-            raise NotSupportedError(
-                f"tensor {ports[port].label()} ({port}) is ragged; the kernels need {names[0]}"
-            )
-    for port in ("q", "k", "v", "O"):
-        tensor = ports[port]
-        row = tensor.stride[2]
-        if tensor.ragged_offset is not None and (row < 1 or tensor.ragged_offset_multiplier % row):
-            raise NotSupportedError(
-                f"tensor {tensor.label()} ({port}) has ragged_offset_multiplier "
-                f"{tensor.ragged_offset_multiplier} and stride {tensor.stride}; the kernels take "
-                "offsets that count whole rows: a multiple of the stride along them"
-            )
-
-
 def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
     if "O" not in ports:
         raise NotSupportedError(f"{title}: O is virtual; the kernels store it")
@@ -184,14 +164,10 @@ def _check_operands(title: str, ports: Mapping[str, Tensor]) -> None:
         reason = map_decline_reason(tensor, is_flat=tensor.ragged_offset is not None)
         if reason is not None:
             raise NotSupportedError(f"tensor {tensor.label()} ({port}): {reason}")
-    stats, sink = ports.get("Stats"), ports.get("sink_token")
+    stats = ports.get("Stats")
     if stats is not None and stats.data_type is not DataType.FLOAT:
         raise NotSupportedError(
             f"tensor {stats.label()} (Stats) has data type {stats.data_type.name}; the kernels "
             "store FLOAT"
         )
-    if sink is not None and sink.dim[1] > 1 and sink.stride[1] != 1:
-        raise NotSupportedError(
-            f"tensor {sink.label()} (sink_token) has stride {sink.stride}; the kernels take 1 "
-            "along the heads"
-        )
+    require_packed_sink(ports)

@@ -33,6 +33,12 @@ def lengths_of(ports: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     }
 
 
+def length_kind(ports: Mapping[str, Tensor], side: str) -> int:
+    """NO_LENGTHS, LENGTHS or SUMS of the kernels, of side "q" or "kv"."""
+    given = [name in ports for name in LENGTHS[side]]
+    return given.index(True) + 1 if any(given) else 0
+
+
 def read_bounds(operation: Any, rows: int, keys: int, *, has_lengths: bool) -> Bounds:
     """The bounds of an attention operation over ``rows`` and ``keys``."""
     left, right = operation.left_bound, operation.right_bound

@@ -107,6 +107,17 @@ def test_a_decline_names_the_tensor_and_the_rule(name: str) -> None:
 
 
 @pytest.mark.L0
+def test_an_output_that_nobody_asks_for_is_declined() -> None:
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    q, k, v = (graph.tensor((2, 4, 256, 64)) for _ in range(3))
+    _, stats = graph.sdpa(q, k, v, generate_stats=True)
+    stats.set_output(True).set_data_type("float32")
+    graph.validate()
+    with pytest.raises(tw.NotSupportedError, match="O is virtual; the kernels store it"):
+        attention.propose(graph, 132)
+
+
+@pytest.mark.L0
 def test_scales_and_caps_are_part_of_the_call() -> None:
     cap = {"score_mod": lambda graph, score: graph.tanh(score)}
     for options, scores in (
