@@ -63,9 +63,6 @@ class PointwiseParameters:
         return cls(**given)
 
 
-DEFAULTS = PointwiseParameters()
-
-
 def apply_pointwise(mode: str, args: Sequence[Tensor], parameters: Any = None) -> Tensor:
     """The result of ``mode`` on tensors of one floating type, in that type.
 
