@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 # With no GPU, Triton kernels run under its interpreter, which must be chosen before its import.
-if not os.path.exists("/dev/nvidiactl"):
+_HAS_GPU = os.path.exists("/dev/nvidiactl")
+if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _GUARD_BYTES = 64
@@ -65,6 +67,25 @@ def compiled_facts(run_python: Callable[..., str]) -> Callable[..., list[dict[st
         return list(found)
 
     return compiled
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Triton's kernels are interpreted, unless there is a GPU to run them."""
+    from tilewright.engines.triton.engine import interpreting
+
+    with contextlib.nullcontext() if _HAS_GPU else interpreting():
+        yield
+
+
+@pytest.fixture
+def interpreted_functions(interpreted: None) -> Iterator[None]:
+    """``interpreted`` for functions on tensors, whose plans are forgotten before and after."""
+    from tilewright import ops
+
+    ops.clear_plan_cache()
+    yield
+    ops.clear_plan_cache()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ only what they wrote. Interpreted without a GPU, compiled on one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import pointwise_layout
-from tilewright.engines.triton.engine import ENGINE, interpreting
+from tilewright.engines.triton.engine import ENGINE
 from tilewright.launch.workspace import ALIGNMENT_BYTES, plan_workspace
 from tilewright.torch_dtypes import to_torch
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -28,15 +28,6 @@ TRIPWIRE = 0xAB
 # NaN of every type, and zeros: a number that is read before it was written shows in a difference.
 FILLS = (0xFF, 0x00)
 Sample = Callable[[Any], None]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def outputs(*tensors: Any) -> None:

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import tilewright as tw
-from tilewright.engines.triton.engine import interpreting
 from tilewright.errors import NotSupportedError
 from tilewright.ops import rms_norm
 from tilewright.ops.plan_cache import cached_explanations, clear_plan_cache
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted_functions")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    clear_plan_cache()
-    if HAS_GPU:
-        yield
-    else:
-        with interpreting():
-            yield
-    clear_plan_cache()
 
 
 def draw(*shape: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ Against the oracle; interpreted without a GPU, compiled with one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,23 +13,15 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import norm_cut, normalization, normalization_split
-from tilewright.engines.triton.engine import interpreting
 from tilewright.oracle import assert_close, evaluate
 from tilewright.oracle.tolerances import default_tolerance
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 PHASES = tw.norm_forward_phase
 AMAX = tw.reduction_mode.AMAX
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 @pytest.fixture

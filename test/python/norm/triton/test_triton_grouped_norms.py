@@ -6,7 +6,6 @@ Interpreted without a GPU, compiled with one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import group_backward, norm_cut, normalization, normalization_split
-from tilewright.engines.triton.engine import interpreting
 from tilewright.oracle import assert_close, evaluate
 from tilewright.oracle.tolerances import default_tolerance
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -40,15 +40,6 @@ LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     "rms over the outer axis": ("rmsnorm", (5, 7), (0, 1), (5, 1)),
 }
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 # Every layout with whole rows and with cut ones; every other of these is of L0.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +11,13 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import normalization_backward
-from tilewright.engines.triton.engine import ENGINE, interpreting
+from tilewright.engines.triton.engine import ENGINE
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 PHASES = tw.norm_forward_phase
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def declare(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import pointwise, pointwise_layout
-from tilewright.engines.triton.engine import interpreting
 from tilewright.graph.operations.pointwise_modes import POINTWISE_MODES, PointwiseKind
 from tilewright.oracle import default_tolerance, evaluate
 
 pytestmark = [
     pytest.mark.L0,
+    pytest.mark.usefixtures("interpreted"),
     # numpy's, under the interpreter.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
@@ -30,15 +30,6 @@ pytestmark = [
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 MODES = tw.reduction_mode
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def new_graph(dtype: Any = "float32") -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,11 @@ import torch
 
 import tilewright as tw
 from tilewright.engines.triton import rope
-from tilewright.engines.triton.engine import interpreting
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def draw(dim: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

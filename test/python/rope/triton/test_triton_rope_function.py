@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tilewright import ops
-from tilewright.engines.triton.engine import interpreting
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted_functions")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    ops.clear_plan_cache()
-    if HAS_GPU:
-        yield
-    else:
-        with interpreting():
-            yield
-    ops.clear_plan_cache()
 
 
 def rotated(

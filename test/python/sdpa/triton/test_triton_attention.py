@@ -6,7 +6,7 @@ The cases are a sample of all pairs of features; ``test_triton_attention_pairs.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,8 @@ from attention_cases.case import SMALL_EXTENTS, Case, all_pairs
 from attention_cases.running import Declared, select_split
 
 import tilewright as tw
-from tilewright.engines.triton.engine import interpreting
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -27,15 +26,6 @@ SAMPLE = [
     for number, case in enumerate(all_pairs(seed=1, most=16))
     for rows, keys in (SMALL_EXTENTS[number % len(SMALL_EXTENTS)],)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:

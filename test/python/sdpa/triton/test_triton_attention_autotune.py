@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import tilewright as tw
-from tilewright.engines.triton.engine import interpreting
 from tilewright.planning import autotune
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 HEADS, HEADS_KV, KEYS, WIDTH = 4, 2, 300, 16
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def declared() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from attention_cases.backward import DeclaredBackward, backward_case
 from attention_cases.case import SMALL_EXTENTS, Case, all_pairs
 
 import tilewright as tw
-from tilewright.engines.triton.engine import interpreting
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -23,15 +24,6 @@ SAMPLE = [
     for number, case in enumerate(all_pairs(seed=2, most=60))
     for rows, keys in (SMALL_EXTENTS[number % len(SMALL_EXTENTS)],)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:

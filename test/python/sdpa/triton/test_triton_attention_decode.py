@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from attention_cases.running import select_split
 
 import tilewright as tw
 from tilewright.engines.triton import attention, attention_config
-from tilewright.engines.triton.engine import interpreting
 from tilewright.graph.enums import knob_type
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -23,15 +23,6 @@ KEYS = 530
 LENGTHS = ([0, 1, PAGE - 1, KEYS], [PAGE, PAGE + 1, 0, 129], [255, 256, 257, KEYS - 1])
 HEADS, HEADS_KV, DEPTH = 4, 1, 16
 GUARD = 64
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 class Decode:

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tilewright import ops
-from tilewright.engines.triton.engine import interpreting
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import knob_type
 from tilewright.ops import plan_cache
 from tilewright.ops.gating import gated
 from tilewright.oracle.attention import merge_states as merge_oracle
 
-pytestmark = pytest.mark.L0
+pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted_functions")]
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 ROWS, KEYS, WIDTH, WIDTH_V, PAGE = 20, 37, 16, 24, 4
 LENGTHS = (13, 37)
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    ops.clear_plan_cache()
-    if HAS_GPU:
-        yield
-    else:
-        with interpreting():
-            yield
-    ops.clear_plan_cache()
 
 
 def draw(*dim: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

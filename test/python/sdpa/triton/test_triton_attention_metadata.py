@@ -7,7 +7,7 @@ is rarely 1. The same call on compact copies is what a call on views must equal,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.engines.triton.engine import interpreting
 from tilewright.torch_dtypes import to_torch
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -25,15 +26,6 @@ LENGTHS_Q, LENGTHS_KV = (24, 0, 7), (13, 24, 24)
 BATCH = len(LENGTHS_Q)
 # Gives a view of the same elements, of which the first axis, heads or entries lie apart.
 Spread = Callable[[torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> Iterator[None]:
-    if HAS_GPU:
-        yield
-        return
-    with interpreting():
-        yield
 
 
 def draw(*dim: int, seed: int) -> torch.Tensor:
