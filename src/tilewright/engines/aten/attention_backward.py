@@ -175,8 +175,9 @@ def _block_backward(
     if keep is not None:
         d_p.mul_(keep)
     d_s = d_p.sub_(delta).mul_(p)
-    if not held.clean:
-        d_s.masked_fill_(p == 0.0, 0.0)
+    unseen = None if held.clean and part.program is None else p == 0.0
+    if unseen is not None:
+        d_s.masked_fill_(unseen, 0.0)
     if gradients.d_sink is not None and part.sink is not None:
         _add_sink(part.sink, gradients.d_sink, block, stats, delta)
     if keep is not None:
@@ -187,6 +188,9 @@ def _block_backward(
         d_s = part.program.gradient(
             ungrouped(before, block), ungrouped(d_s, block), block, part.first_batch
         ).view(d_s.shape)
+        if unseen is not None:
+            # The slope of a score program at what a mask hides may be anything, NaN too.
+            d_s.masked_fill_(unseen, 0.0)
     if rounded is None:
         held.d_v[:, keys].baddbmm_(p.transpose(1, 2), d_o_grad)
         held.d_k[:, keys].baddbmm_(d_s.transpose(1, 2), q_grad)

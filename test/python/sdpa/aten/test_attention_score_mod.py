@@ -30,6 +30,7 @@ class Program:
             "indices": {},
             "relative": {"table": draw(3, (1, 4, 1, 300))[0], "rows": draw(4, (2, 1, 9, 1))[0]},
             "constant": {"table": draw(3, (1, 4, 9, 300))[0]},
+            "root": {},
         }[name]
 
     def declare(self, graph, score, records):
@@ -45,6 +46,8 @@ class Program:
             return graph.mul(a=score, b=graph.cos(input=distance))
         if self.name == "relative":
             return graph.add(a=graph.mul(a=score, b=records["table"]), b=records["rows"])
+        if self.name == "root":
+            return graph.sqrt(input=score)
         return graph.add(a=graph.sub(a=score, b=score), b=records["table"])
 
     def torch(self, scores):
@@ -56,6 +59,9 @@ class Program:
             return scores * torch.cos(column - row + head + batch)
         if self.name == "relative":
             return scores * self.extra["table"].double() + self.extra["rows"].double()
+        if self.name == "root":
+            # Of scores below 0, which a mask hides here, autograd wants a number.
+            return torch.sqrt(scores.clamp(min=1e-6))
         return scores - scores + self.extra["table"].double()
 
 
@@ -142,3 +148,38 @@ def test_padded_sequences_see_their_own_batch_index(ways):
     )
     rule = ways.Rule(score_mod=program.torch, len_q=used_q, len_kv=used_kv)
     ways.close("O", found["O"], ways.reference(q, k, v, rule)["O"], FLOAT32)
+
+
+@pytest.mark.parametrize("what", ["a NaN key", "an infinite key", "scores out of the domain"])
+@pytest.mark.parametrize("given", [False, True])
+def test_what_a_hidden_score_holds_stays_out_of_gradients(ways, what, given):
+    program = Program("root" if what.startswith("scores") else "soft_cap")
+    q, k, v, d_o = problem(7)
+    if program.name == "root":
+        q, k = q.abs() + 0.1, k.abs()
+    # Rows from the fifth on see it, the others do not.
+    k[:, :, 4] = {"a NaN key": torch.nan, "an infinite key": torch.inf}.get(what, -1.0)
+    clean = torch.where(k.isfinite(), k, torch.zeros(()))
+    rule = ways.Rule(scale=0.5, score_mod=program.torch, right=0)
+    expected = ways.reference(q, clean, v, rule)
+    operands = {"q": q, "k": k, "v": v, "dO": d_o}
+    operands.update(o=expected["O"].float(), stats=expected["Stats"].float())
+
+    def slope(graph, gradient, score, records):
+        if program.name == "root":
+            root = graph.sqrt(input=score)
+            return graph.div(a=gradient, b=graph.add(a=root, b=root))
+        ratio = graph.tanh(input=graph.div(a=score, b=records["cap"]))
+        return graph.sub(a=gradient, b=graph.mul(a=gradient, b=graph.mul(a=ratio, b=ratio)))
+
+    found = ways.run(
+        "sdpa_backward",
+        operands,
+        program=program,
+        extra=program.extra,
+        bprop=slope if given else None,
+        attn_scale=0.5,
+        use_causal_mask=True,
+    )
+    gradients = ways.gradients(q, clean, v, d_o, rule)
+    ways.close("dQ", found["dQ"][:, :, :4], gradients["dQ"][:, :, :4], FLOAT32)
