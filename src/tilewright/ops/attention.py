@@ -15,10 +15,10 @@ from tilewright.ops.attention_arguments import (
     require_heads,
 )
 from tilewright.ops.attention_dispatch import attend
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import lowered
 
 
-@on_its_stream
+@lowered("q", "k", "v")
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -117,7 +117,7 @@ def sdpa(
     )
 
 
-@on_its_stream
+@lowered("q", "k", "v")
 def sdpa_decode(
     q: torch.Tensor,
     k: torch.Tensor,

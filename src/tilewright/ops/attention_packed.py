@@ -24,10 +24,10 @@ from tilewright.ops.attention_arguments import (
 )
 from tilewright.ops.attention_declaring import stepped
 from tilewright.ops.attention_dispatch import attend
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import lowered
 
 
-@on_its_stream
+@lowered("q", "k", "v")
 def sdpa_varlen(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -24,10 +24,10 @@ from tilewright.ops.attention_arguments import (
 )
 from tilewright.ops.attention_dispatch import attend
 from tilewright.ops.custom import needs_gradient
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import lowered
 
 
-@on_its_stream
+@lowered("q", "k_pages", "v_pages")
 def sdpa_paged(
     q: torch.Tensor,
     k_pages: torch.Tensor,

@@ -27,12 +27,12 @@ from tilewright.ops.arguments import (
 )
 from tilewright.ops.causal_convolution_call import convolve
 from tilewright.ops.custom import is_traced
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import lowered
 
 _ACTIVATIONS = (None, "silu", "swish")
 
 
-@on_its_stream
+@lowered("x", "weight", "bias")
 def conv1d_causal(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -101,7 +101,7 @@ def conv1d_causal(
     return (y, final.contiguous()) if return_final_state else y
 
 
-@on_its_stream
+@lowered("x", "weight", "bias")
 def conv1d_causal_update(
     x: torch.Tensor,
     state: torch.Tensor,

@@ -37,7 +37,7 @@ from tilewright.ops.custom import (
 from tilewright.ops.declaring import bind_output
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import Operands, operands_key, run
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import widened
 from tilewright.ops.transforms import apply
 
 
@@ -46,7 +46,7 @@ class _Options(NamedTuple):
     eps: float
 
 
-@on_its_stream
+@widened("x", "weight", "bias")
 def group_norm(
     x: torch.Tensor,
     num_groups: int,

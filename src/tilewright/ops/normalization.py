@@ -29,11 +29,11 @@ from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient
 from tilewright.ops.normalization_call import NormKind, norm_forward
 from tilewright.ops.normalization_custom import OPERATORS, NormFunction
 from tilewright.ops.normalization_repeat import repeated
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import widened
 from tilewright.ops.transforms import apply
 
 
-@on_its_stream
+@widened("x", "weight", "bias", "residual")
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -86,7 +86,7 @@ def rms_norm(
     )
 
 
-@on_its_stream
+@widened("x", "weight", "bias", "residual")
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

@@ -36,7 +36,7 @@ from tilewright.ops.custom import (
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
-from tilewright.ops.streams import on_its_stream
+from tilewright.ops.streams import lowered
 from tilewright.ops.transforms import apply
 
 ACTIVATIONS = {
@@ -56,7 +56,7 @@ class _Epilogue(NamedTuple):
     glu: str | None
 
 
-@on_its_stream
+@lowered("x", "weight", "bias")
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
