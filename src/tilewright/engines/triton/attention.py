@@ -384,7 +384,9 @@ def _forward(
     is_narrow = is_narrow and spec.left + spec.right <= NARROW_BAND
     # Sums that have settled leave registers to one program more.
     arguments.constant(SETTLES=config.max_registers is not None)
-    arguments.constant(MASKS_END=spec.len_kv is not None or spec.keys % config.block_n != 0)
+    # Where no loop asks, numbers of keys are no two kernels.
+    has_end = spec.len_kv is not None or spec.keys % config.block_n != 0
+    arguments.constant(MASKS_END=has_own_loop and config.is_in_order and has_end)
     arguments.constant(MASKS_ALL=is_narrow and has_own_loop and not config.is_in_order)
     is_mapped = is_aligned and config.has_maps and has_own_loop
     if is_mapped and takes_tensor_maps(spec):

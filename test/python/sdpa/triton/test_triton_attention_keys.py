@@ -22,6 +22,7 @@ def declare(is_backward, rows, keys, batch=2, heads=(4, 2), dtype="bfloat16", to
     graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
     q, o, d_o = (graph.tensor((batch, heads[0], rows, 64)) for _ in range(3))
     k, v = (graph.tensor((batch, heads[1], keys, 64)) for _ in range(2))
+    masks["use_alibi_mask"] = masks.pop("alibi", False)
     if masks.pop("lengths", False):
         length = graph.tensor((batch, 1, 1, 1), data_type="int32")
         masks |= dict(use_padding_mask=True, seq_len_q=length, seq_len_kv=length)
@@ -46,6 +47,7 @@ print(json.dumps({
         digests(False, 300, keys, batch, heads, **causal)
         for keys, batch, heads in ((300, 2, (4, 2)), (113, 2, (4, 2)), (1000, 7, (12, 4)))
     ],
+    "any loop": [digests(False, 300, keys, alibi=True, **causal) for keys in (300, 384, 64)],
     "lengths": [digests(False, rows, rows, lengths=True) for rows in (300, 301, 777)],
     "decoding": [digests(False, 1, keys, heads=(8, 2), lengths=True) for keys in (700, 1024, 5001)],
     "backward": [digests(True, 300, keys, **causal) for keys in (300, 113, 777)],
@@ -64,7 +66,7 @@ print(json.dumps({
 
 def test_extents_are_in_no_key_and_other_code_is_in_another(run_python: Callable[..., str]) -> None:
     found = json.loads(run_python(CHILD))
-    for name in ("forward", "lengths", "decoding", "backward"):
+    for name in ("forward", "any loop", "lengths", "decoding", "backward"):
         assert len(set(map(tuple, found[name]))) == 1, name
     others = [digest for digests in found["others"] for digest in digests]
     assert len(set(others)) == len(others)

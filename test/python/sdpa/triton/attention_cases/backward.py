@@ -30,9 +30,11 @@ class DeclaredBackward(Declared):
     The forward's results are the oracle's, rounded to the types that a forward stores.
     """
 
-    def __init__(self, case: Case, device: str, *, is_deterministic: bool = False) -> None:
+    def __init__(
+        self, case: Case, device: str, *, is_deterministic: bool = False, start: str = "unknown"
+    ) -> None:
         self.is_deterministic = is_deterministic
-        super().__init__(case, device)
+        super().__init__(case, device, start=start)
 
     def _declare(self) -> None:
         self.graph.sdpa = self._declare_backward

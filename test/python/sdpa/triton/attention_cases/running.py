@@ -17,17 +17,25 @@ from tilewright.torch_dtypes import to_torch
 
 # Elements around each output that no kernel may touch.
 GUARD = 64
+# What wide accesses need, and what buffers that lie so promise.
+ALIGNMENT_BYTES = 16
 # What queries and keys are multiplied by for scores in the thousands.
 LARGE = 40.0
 _INDEX = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Declared:
-    """A graph of one attention operation with its operands' buffers, on the CPU until ``run``."""
+    """A graph of one attention operation with its operands' buffers, on the CPU until ``run``.
 
-    def __init__(self, case: Case, device: str) -> None:
+    ``start``: "promised" declares an alignment of 16 bytes where a buffer starts so, and a plan for
+    other addresses is not compiled; "odd" puts q, k and v one element further on the device, where
+    such a plan is what runs; "unknown" does neither.
+    """
+
+    def __init__(self, case: Case, device: str, *, start: str = "unknown") -> None:
         self.case = case
         self.device = device
+        self.start = start
         self.generator = torch.Generator().manual_seed(case.seed * 7919 + case.rows)
         self.dtype = getattr(torch, case.dtype)
         self.graph = tw.Graph(
@@ -38,6 +46,16 @@ class Declared:
         self.inputs: dict[Any, torch.Tensor] = {}
         self.outputs: dict[str, Any] = {}
         self._declare()
+        if start == "promised":
+            self._promise()
+
+    def _promise(self) -> None:
+        for tensor, buffer in self.inputs.items():
+            start_bytes = buffer.storage_offset() * buffer.element_size()
+            if tensor.name and start_bytes % ALIGNMENT_BYTES == 0:
+                tensor.alignment_value = ALIGNMENT_BYTES
+        for tensor in self.outputs.values():
+            tensor.alignment_value = ALIGNMENT_BYTES
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -229,7 +247,7 @@ class Declared:
                 )
             elif case.index == "int64":
                 # Head-major: the tokens of a head follow one another.
-                unit, stride = 1, (rows, starts[-1], 1, 1)
+                unit, stride = 1, (rows, max(starts[-1], 1), 1, 1)
             else:
                 unit, stride = heads, (max(rows, 1) * heads, 1, heads, 1)
             offsets = torch.tensor(starts, dtype=_INDEX[case.index]).view(-1, 1, 1, 1)
@@ -257,7 +275,10 @@ class Declared:
         Raises:
             AssertionError: for a wrong value, or a byte beside the declared elements.
         """
-        pack = {tensor: _on(buffer, self.device) for tensor, buffer in self.inputs.items()}
+        pack = {}
+        for tensor, buffer in self.inputs.items():
+            is_moved = self.start == "odd" and tensor.name in ("q", "k", "v")
+            pack[tensor] = _on(buffer, self.device, further=int(is_moved))
         raws = {}
         for tensor in self.outputs.values():
             span = self._span(tensor)
@@ -316,12 +337,14 @@ def select_split(graph: Any) -> None:
             return
 
 
-def _on(buffer: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy on the device with the same strides, gaps included."""
+def _on(buffer: torch.Tensor, device: str, *, further: int = 0) -> torch.Tensor:
+    """A copy on the device with the same strides, gaps included, and elements in front of it."""
     if device == "cpu":
         return buffer
-    storage = torch.empty(0, dtype=buffer.dtype).set_(buffer.untyped_storage()).to(device)
-    return storage.as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
+    storage = torch.empty(0, dtype=buffer.dtype).set_(buffer.untyped_storage())
+    moved = torch.empty(further + storage.numel(), dtype=buffer.dtype, device=device)
+    moved[further:] = storage
+    return moved.as_strided(buffer.shape, buffer.stride(), buffer.storage_offset() + further)
 
 
 def _starts(lengths: list[int]) -> list[int]:
