@@ -26,7 +26,8 @@ from results import Table
 from tilewright.engines.compiled.compiler import KernelSpec, compile_kernel
 from tilewright.launch.cuda_driver import Module, driver
 from tilewright.launch.driver_launch import LaunchConfig
-from tilewright.launch.prepared import BoundLaunch, Constant, KernelLaunch, Operand
+from tilewright.launch.kernel_frames import BoundLaunch
+from tilewright.launch.prepared import Constant, KernelLaunch, Operand
 
 Call = Callable[[], Any]
 CALLS = 100

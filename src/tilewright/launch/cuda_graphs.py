@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.errors import BindingError
 from tilewright.launch.cuda_driver import check, driver
 from tilewright.launch.driver_launch import make_context_current
-from tilewright.launch.prepared import BoundLaunch, BoundPlan
+from tilewright.launch.kernel_frames import BoundLaunch, BoundPlan
 
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 

@@ -19,17 +19,10 @@ from typing import Any
 
 import torch
 
-from tilewright.launch import prepared
+from tilewright.launch import kernel_frames
 from tilewright.launch.binder import Binder
-from tilewright.launch.prepared import (
-    BlockPool,
-    BoundPlan,
-    Constant,
-    HostScalar,
-    KernelLaunch,
-    Operand,
-    Scratch,
-)
+from tilewright.launch.kernel_frames import BlockPool, BoundPlan
+from tilewright.launch.prepared import Constant, HostScalar, KernelLaunch, Operand, Scratch
 
 DirectCall = Callable[[Any, Any, Any], bool]
 DirectBind = Callable[[Any, Any], BoundPlan | None]
@@ -135,8 +128,8 @@ def _generate(
         "Parameter": torch.nn.Parameter,
         "index": -1 if binder.device.type == "cpu" else binder.device.index,
         "device_index": pool.device_index,
-        "current_device": prepared._current_device,
-        "current_stream": prepared._current_stream,
+        "current_device": kernel_frames.current_device,
+        "current_stream": kernel_frames.current_stream,
         "pop": pool.pop,
         "give": pool.give,
         "make": pool.make,

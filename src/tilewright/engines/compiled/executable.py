@@ -15,14 +15,8 @@ from tilewright.errors import LaunchError
 from tilewright.launch.binder import Binder, Binding
 from tilewright.launch.cuda_driver import load_module
 from tilewright.launch.direct import DirectCalls
-from tilewright.launch.prepared import (
-    BlockPool,
-    BoundPlan,
-    KernelFrame,
-    KernelLaunch,
-    launch_on,
-    require_grid,
-)
+from tilewright.launch.kernel_frames import BlockPool, BoundPlan, KernelFrame, launch_on
+from tilewright.launch.prepared import KernelLaunch, require_grid
 from tilewright.launch.workspace import WorkspacePlan, plan_workspace
 from tilewright.launch.workspace_binding import workspace_pointer
 

@@ -17,7 +17,7 @@ from tilewright.engines.compiled import executable
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.executable import CudaExecutable
 from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
-from tilewright.launch import driver_launch, prepared
+from tilewright.launch import driver_launch, kernel_frames
 from tilewright.launch.direct import DirectCalls
 from tilewright.planning import built
 from tilewright.planning.plans import Plan
@@ -86,8 +86,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(driver_launch, "launch_function", lambda: fake.launch)
     monkeypatch.setattr(driver_launch, "make_context_current", fake.contexts_made.append)
     monkeypatch.setattr(driver_launch, "check", refuse)
-    monkeypatch.setattr(prepared, "_current_device", lambda: fake.device)
-    monkeypatch.setattr(prepared, "_current_stream", current_stream)
+    monkeypatch.setattr(kernel_frames, "current_device", lambda: fake.device)
+    monkeypatch.setattr(kernel_frames, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "device", Current)
     code = KernelCode("k", b"code", 128, 0, (9, 0))
     monkeypatch.setattr(executable, "kernel_code", lambda spec, target: (spec.name, code))

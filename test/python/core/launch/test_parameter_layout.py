@@ -11,7 +11,8 @@ import pytest
 from tilewright.dtypes import DataType
 from tilewright.errors import LaunchError, NotSupportedError
 from tilewright.launch import cuda_driver, driver_launch, tensor_maps
-from tilewright.launch.prepared import BoundLaunch, Constant, KernelLaunch, Operand
+from tilewright.launch.kernel_frames import BoundLaunch
+from tilewright.launch.prepared import Constant, KernelLaunch, Operand
 from tilewright.launch.tensor_maps import TensorMap, scratch_map
 
 pytestmark = pytest.mark.L0
