@@ -38,6 +38,10 @@ class Builder:
         # While a score_mod callback runs, operations go to its program and not to the graph.
         self._recording: list[Operation] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: the declaration, without the caller's arrays."""
+        return {**vars(self), "_from_arrays": {}, "_kept_arrays": [], "_recording": None}
+
     def tensor(
         self,
         dim: Iterable[int] = (),

@@ -22,6 +22,11 @@ class Handle:
             return f"Handle(device={self.device}, destroyed)"
         return f"Handle(device={self.device}, stream={self.stream})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: the device. A stream is this process's own."""
+        _require_alive(self)
+        return {"device": self.device, "stream": None, "is_alive": True}
+
     def __getattr__(self, name: str) -> Any:
         # A call asks for the stream alone; a handle without one is found out at no cost to others.
         if name == "stream":

@@ -67,13 +67,29 @@ class Graph(CallableGraph):
         self.is_override_shape_enabled = bool(is_override_shape_enabled)
         self.is_cuda_graph_replay_expected = bool(is_cuda_graph_replay_expected)
         self._declared_form: dict[str, Any] | None = None
+        self._io_tuples: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._plan_nothing()
+
+    def _plan_nothing(self) -> None:
         self._plans: RankedPlans | None = None
         self._barred: dict[int, str] = {}
         self._built: dict[int, BuiltPlan] = {}
         self._selected: int | None = None
         self._active: BuiltPlan | None = None
         self._overridden: dict[Any, Graph] = {}
-        self._io_tuples: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: the declaration, which is planned anew where it is used.
+
+        Plans and kernels stay with this process. ``serialize`` also holds the selected plan.
+        """
+        planned = ("_plans", "_barred", "_built", "_selected", "_active", "_overridden")
+        state = super().__getstate__() | {"kernel_cache": None}
+        return {name: value for name, value in state.items() if name not in planned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._plan_nothing()
 
     # -- life cycle ---------------------------------------------------------------------------
 
