@@ -12,7 +12,7 @@ from tilewright.errors import GraphError
 from tilewright.graph import enums
 from tilewright.graph.builder import Builder
 from tilewright.graph.operation import Operation, operation_kind
-from tilewright.graph.shapes import element_count, view_strides
+from tilewright.graph.shapes import element_count, self_overlaps, view_strides
 from tilewright.graph.tensor import Tensor, strides_in_order_of
 from tilewright.records import record
 
@@ -85,6 +85,12 @@ class Reshape(_Move):
                 f"tensor {source.label()} (input) has dim {source.dim} and stride "
                 f"{source.stride}; no strides express it as {out.dim} without moving an element, "
                 "which VIEW_ONLY demands; use reshape_mode LOGICAL"
+            )
+        if self_overlaps(out.dim, strides):
+            self.fail(
+                f"tensor {source.label()} (input) has dim {source.dim} and stride "
+                f"{source.stride}, which is expanded; its view as {out.dim} would name elements "
+                "twice, and those of a result are distinct; use reshape_mode LOGICAL"
             )
         return strides
 

@@ -380,6 +380,10 @@ WRONG: dict[str, tuple[Declare, str]] = {
         lambda c: c.g.reshape(c.g.tensor((4, 4), (1, 4), name="x")).set_dim((16,)),
         "tensor 'x' (input) has dim (4, 4) and stride (1, 4); no strides express it as (16,)",
     ),
+    "reshape: view of an expanded operand": (
+        lambda c: c.g.reshape(c.g.tensor((4, 4, 2), (0, 2, 1), name="x")).set_dim((4, 8)),
+        "has dim (4, 4, 2) and stride (0, 2, 1), which is expanded; its view as (4, 8) would name",
+    ),
     "reshape: view with other strides": (
         lambda c: c.g.reshape(c.t("x", 2, 8)).set_dim((8, 2)).set_stride((1, 8)),
         "(out) has stride (1, 8); expected (2, 1): a VIEW_ONLY reshape keeps every element",
