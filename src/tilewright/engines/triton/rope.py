@@ -18,14 +18,13 @@ pair is read before it is written, by one thread: out may be the input.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
+from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
     KernelPlan,
     PlannedKernel,
@@ -35,6 +34,12 @@ from tilewright.engines.compiled.planned import (
     strides_aligned,
 )
 from tilewright.engines.triton.device_math import cast, narrow, product
+from tilewright.engines.triton.rope_config import (
+    WARP_THREADS,
+    choose_config,
+    is_shared,
+    positions_adjoin,
+)
 from tilewright.engines.triton.rows import only_operation
 from tilewright.engines.triton.trigonometry import cosine_and_sine, is_large
 from tilewright.errors import NotSupportedError
@@ -46,7 +51,6 @@ from tilewright.launch.prepared import Argument, Constant
 
 # Pairs of a head beyond which the tables of one position do not fit a program's registers.
 MAX_HALF = 2048
-_WARP_THREADS = 32
 # Where there may be a second table, the next lines wait in shared memory, so many steps of them.
 _STAGES = 3
 # A thread's limit where there is code for a second table, so that as many programs run at once as
@@ -54,7 +58,6 @@ _STAGES = 3
 _REGISTERS = 64
 # Elements of each half that a thread has in a step, up to which the limit leaves the rest alone.
 _FEW_ELEMENTS = 8
-_MAX_LINES = 2**31 - 1
 
 
 @triton.jit
@@ -243,86 +246,6 @@ def rotate_pairs(
             tl.store(to, narrow(values, out.dtype.element_ty), mask=in_tail)
 
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """TOKENS positions a program, HEADS lines a step, lines in GROUPS programs."""
-
-    tokens: int
-    heads: int
-    groups: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """``warps`` warps, ``heads`` lines a step, ``programs`` wanted on each multiprocessor."""
-
-    warps: int
-    heads: int
-    programs: int
-
-
-# (one table for all batches?, heads next to one another in memory?): as measured on an H200
-# (benchmark/norms.md).
-_WALKS = {
-    (False, True): _Walk(warps=8, heads=8, programs=4),
-    (False, False): _Walk(warps=4, heads=4, programs=8),
-    (True, True): _Walk(warps=4, heads=8, programs=32),
-    (True, False): _Walk(warps=4, heads=4, programs=16),
-}
-# Where the next lines wait in shared memory.
-_STAGED_WALK = _Walk(warps=8, heads=8, programs=4)
-
-
-def choose_config(
-    source: Tensor, freqs: Tensor, half: int, sm_count: int, warps: int | None = None
-) -> RopeConfig:
-    """One 16-byte vector of each half a thread and step: few registers, many programs.
-
-    Every thread has elements of its own in a step, so none reads what another has rotated.
-    """
-    batch, heads, length, _ = source.dim
-    shares = is_shared(source, freqs, half)
-    tables, lines = (1, batch * heads) if shares else (batch, heads)
-    walk = _WALKS[shares, not positions_adjoin(source)]
-    if freqs.dim[3] == 2 * half and not shares:
-        walk = _STAGED_WALK
-    warps = walk.warps if warps is None else warps
-    most_lines, most_tokens = (triton.next_power_of_2(max(n, 1)) for n in (lines, length))
-    vector = POINTER_ALIGNMENT_BYTES * 8 // source.data_type.bits
-    block = triton.next_power_of_2(half)
-    rows = max(1, _WARP_THREADS * vector // block) * warps
-    step = min(walk.heads, rows, most_lines)
-    tokens = min(rows // step, most_tokens)
-    step = min(rows // tokens, most_lines)
-    while warps > 1 and tokens * step * block < _WARP_THREADS * warps * vector:
-        warps //= 2
-    programs = max(tables * triton.cdiv(length, tokens), 1)
-    wanted = walk.programs * walk.warps // warps * sm_count
-    groups = max(1, min(round(wanted / programs), lines // step))
-    return RopeConfig(tokens, step, groups, warps)
-
-
-def positions_adjoin(source: Tensor) -> bool:
-    """True if positions, not heads, are next to one another in memory.
-
-    Programs that start together then take neighbouring positions, not parts of one position's
-    lines.
-    """
-    return source.stride[2] < source.stride[1]
-
-
-def is_shared(source: Tensor, freqs: Tensor, half: int) -> bool:
-    """True if one program rotates heads of several batches, which have the same angles.
-
-    That pays where there are two tables to make; one is made while the first heads are on their
-    way.
-    """
-    batch, heads = source.dim[:2]
-    has_second = freqs.dim[3] == 2 * half
-    return has_second and freqs.dim[0] == 1 and batch > 1 and batch * heads <= _MAX_LINES
-
-
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """One proposal, with the warps as a knob; declines what the kernel cannot address."""
     operation = only_operation(graph, "rotations")
@@ -405,7 +328,7 @@ def _plan(
     tail = extent - 2 * half
     has_second = freqs.dim[3] == 2 * half
     block = triton.next_power_of_2(half)
-    held = config.tokens * config.heads * block // (_WARP_THREADS * config.warps)
+    held = config.tokens * config.heads * block // (WARP_THREADS * config.warps)
     is_limited = has_second and not is_double and held <= _FEW_ELEMENTS
     spec = KernelSpec(
         rotate_pairs,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tilewright as tw
-from tilewright.engines.triton import rope
+from tilewright.engines.triton import rope_config
 
 pytestmark = [pytest.mark.L0, pytest.mark.usefixtures("interpreted")]
 
@@ -147,10 +147,10 @@ def test_programs_in_several_blocks_and_groups(angles: int, *, heads_adjoin: boo
     freqs = draw((1, 1, 40, 16), torch.float32, 4)
     freqs = torch.cat((freqs, freqs), -1) if angles == 32 else freqs
     source, table = (tw.Graph(io_data_type=t.dtype).tensor_like(t) for t in (x, freqs))
-    config = rope.choose_config(source, table, 16, 4)
+    config = rope_config.choose_config(source, table, 16, 4)
     assert config.tokens < 40 and config.groups > 1
     # Programs that start together take what lies together.
-    assert rope.positions_adjoin(source) != heads_adjoin
+    assert rope_config.positions_adjoin(source) != heads_adjoin
     actual = rotate(x, freqs)
     assert torch.equal(actual.cpu(), formula(x, freqs, 32, 1.0))
 
