@@ -26,6 +26,8 @@ def require_tensor(name: str, value: Any, rank: int | None = None) -> torch.Tens
         raise BindingError(f"{name}: got {type(value).__name__}; expected a torch tensor")
     if value.layout is not torch.strided:
         raise BindingError(f"{name}: layout {value.layout}; expected torch.strided")
+    if value.is_nested:
+        raise BindingError(f"{name}: a nested tensor; expected one of one shape")
     if rank is not None and value.dim() != rank:
         raise BindingError(
             f"{name}: shape {tuple(value.shape)} has {value.dim()} axes; expected {rank}"
@@ -101,6 +103,20 @@ def require_number(name: str, value: Any) -> float:
     if not abs(float(value)) <= _FLOAT32_MAX:
         raise BindingError(f"{name}: got {value!r}; expected a finite number that float32 holds")
     return float(value)
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool: a string, say, is true whatever it says.
+
+    Raises:
+        BindingError: if it is neither True nor False, nor 1, 0 or numpy's bool.
+    """
+    if isinstance(value, bool):
+        return value
+    is_flag = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
+    if not is_flag or value not in (True, False):
+        raise BindingError(f"{name}: got {value!r}; expected True or False")
+    return bool(value)
 
 
 def require_choice(name: str, value: Any, accepted: Sequence[Any]) -> None:

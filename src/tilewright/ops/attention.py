@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.arguments import require_device, require_float, require_shape, require_tensor
+from tilewright.ops.arguments import (
+    require_device,
+    require_flag,
+    require_float,
+    require_shape,
+    require_tensor,
+)
 from tilewright.ops.attention_arguments import (
     Window,
     join_bias_and_mask,
@@ -150,13 +156,15 @@ def sdpa_decode(
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if no engine takes the call.
     """
-    # One row sees all keys in use, whatever the band to its right is.
-    is_banded = causal and require_tensor("q", q, 4).shape[2] != 1
+    causal = require_flag("causal", causal)
+    if require_tensor("q", q, 4).shape[2] == 1:
+        # One row sees all keys in use, whatever the band to its right is.
+        causal = False
     return sdpa(
         q,
         k,
         v,
-        causal=is_banded,
+        causal=causal,
         align="bottom_right",
         window=window,
         scale=scale,

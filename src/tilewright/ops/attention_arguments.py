@@ -13,6 +13,7 @@ from tilewright.ops.arguments import (
     require_broadcast,
     require_choice,
     require_device,
+    require_flag,
     require_float,
     require_number,
     require_shape,
@@ -72,13 +73,13 @@ def options_of(
         scale = depth**-0.5
     return AttentionOptions(
         None if scale is None else float(scale),
-        bool(causal),
+        require_flag("causal", causal),
         align,
         (sides[0], sides[1]),
-        bool(alibi),
+        require_flag("alibi", alibi),
         None if soft_cap is None else float(soft_cap),
         float(dropout_p),
-        bool(deterministic),
+        require_flag("deterministic", deterministic),
         **bounds,
     )
 
@@ -147,9 +148,21 @@ def require_integers(name: str, tensor: torch.Tensor, device: torch.device) -> N
 
 def require_length(name: str, value: Any) -> int:
     """``value`` as an int >= 0."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+    # In a trace a length may be read of a tensor that is not there yet: an int of which nothing
+    # is known, and whose attributes cannot be asked for.
+    is_whole = isinstance(value, int) or hasattr(value, "__index__")
+    if isinstance(value, bool) or not is_whole or _is_known(value < 0):
         raise BindingError(f"{name}: got {value!r}; expected an int >= 0")
     return value if isinstance(value, int) else operator.index(value)
+
+
+def _is_known(condition: bool | torch.SymBool) -> bool:
+    """True if ``condition`` holds, and False if a trace cannot tell."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 def counter(name: str, value: int | torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from tilewright.ops.arguments import (
     require_device,
+    require_flag,
     require_float,
     require_out,
     require_shape,
@@ -48,6 +49,7 @@ def attend(
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if no engine takes the call.
     """
+    return_stats = require_flag("return_stats", return_stats)
     heads = q.shape[1]
     shape = (*q.shape[:-1], v.shape[-1])
     if sink is not None:

@@ -94,6 +94,8 @@ def sdpa_paged(
     options = options_of(
         causal, align, window, scale, depth, alibi, soft_cap, 0.0, False, max_kv=longest
     )
+    if sink is not None:
+        require_tensor("sink", sink, 1)
     if needs_gradient(q, k_pages, v_pages, bias, sink):
         raise NotSupportedError(
             "sdpa_paged: an operand requires grad; paged attention is for "

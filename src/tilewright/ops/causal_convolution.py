@@ -20,6 +20,7 @@ from tilewright.ops.arguments import (
     require_choice,
     require_device,
     require_distinct,
+    require_flag,
     require_float,
     require_shape,
     require_tensor,
@@ -69,6 +70,7 @@ def conv1d_causal(
         NotSupportedError: if no engine takes the call.
     """
     require_float("x", require_tensor("x", x, 3))
+    require_flag("return_final_state", return_final_state)
     channels, width = _check_weight(weight, bias, x, x.shape[2])
     require_choice("activation", activation, _ACTIVATIONS)
     batch, length, _ = x.shape

@@ -150,6 +150,8 @@ def _plan(
     device: torch.device,
     engine: str | None,
 ) -> BuiltPlan:
+    if engine is not None and not isinstance(engine, str):
+        raise BindingError(f"engine: got {engine!r}; expected an engine's name, or None")
     key = (operation, key, engine, device)
     with _lock:
         kept = _plans.get(key)

@@ -24,6 +24,7 @@ from tilewright.graph.tensor import Tensor
 from tilewright.ops.arguments import (
     require_device,
     require_distinct,
+    require_flag,
     require_float,
     require_shape,
     require_tensor,
@@ -100,9 +101,9 @@ def rope(
         rows = 1 if table.shape[0] == 1 else batch
         require_shape(name, table, (rows, length, width // 2), "(S, R/2) or (B, S, R/2)")
         tables[name] = table.detach().unsqueeze(1)
-    layout = _Layout(interleaved, width, is_backward=False)
+    layout = _Layout(require_flag("interleaved", interleaved), width, is_backward=False)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if needs_grad and inplace:
+    if require_flag("inplace", inplace) and needs_grad:
         raise BindingError("inplace: given while x requires grad; use it under torch.no_grad")
     if inplace:
         require_distinct("x", x)

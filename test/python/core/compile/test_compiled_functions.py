@@ -185,6 +185,21 @@ BROADCAST: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
+def test_a_longest_length_may_be_read_of_a_tensor(generator: torch.Generator) -> None:
+    """Then a trace knows nothing of it, not even that it is above 0."""
+
+    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> Any:
+        longest = [int(cu.diff().max()) for cu in (cu_q, cu_kv)]
+        return ops.sdpa_varlen(q, k, v, cu_q, cu_kv, *longest, causal=True)
+
+    operands = packed(generator)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for prefix in (operands[3], torch.tensor([0, 5, 5])):
+            operands[3] = prefix
+            torch.testing.assert_close(compiled(*operands), attend(*operands))
+
+
 @pytest.mark.parametrize("name", BROADCAST)
 def test_symbolic_extents_fit_those_that_are_known(name: str) -> None:
     function, shapes = BROADCAST[name]

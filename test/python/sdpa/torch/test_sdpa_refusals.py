@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "gate: data type torch.int32; expected one of",
     ),
     ("seed", {"dropout_p": 0.1, "seed": 1.5}, "seed: got 1.5; expected a 64-bit int"),
+    ("flag", {"causal": "bottom_right"}, "causal: got 'bottom_right'; expected True or False"),
+    ("flag of a tensor", {"alibi": torch.ones(1)}, "alibi: got tensor([1.]); expected True"),
+    ("flag of a number", {"deterministic": 2}, "deterministic: got 2; expected True or False"),
+    ("stats", {"return_stats": "log2"}, "return_stats: got 'log2'; expected True or False"),
+    ("engine", {"engine": ["aten"]}, "engine: got ['aten']; expected an engine's name, or None"),
+    (
+        "nested",
+        {"q": torch.nested.nested_tensor([torch.zeros(2, 3, 8)])},
+        "q: a nested tensor; expected one of one shape",
+    ),
     ("device", {"k": torch.zeros(1, 2, 3, 8, device="meta")}, "k: on meta; expected cpu"),
 ]
 
@@ -103,6 +114,21 @@ def test_a_refused_packed_call_leaves_out_as_it_was(spoil: str) -> None:
     # Rows of no sequence are written all the same.
     ops.sdpa_varlen(q, q, q, prefix, prefix, 3, 3, out=(filled := torch.ones(6, 2, 8)))
     assert torch.equal(filled[5], torch.zeros(2, 8)) and filled[:5].abs().min() > 0
+
+
+def test_flags_may_be_numpys() -> None:
+    q, yes = draw(41, 1, 2, 3, 8), np.bool_(True)
+    found = ops.sdpa(q, q, q, causal=yes, return_stats=yes)
+    expected = ops.sdpa(q, q, q, causal=True, return_stats=True)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    with pytest.raises(tw.BindingError, match="causal: got 'no'"):
+        ops.sdpa_decode(q, q, q, torch.tensor([3]), causal="no")  # type: ignore[arg-type]
+
+
+def test_a_paged_call_names_a_sink_that_is_none() -> None:
+    q, pages = torch.zeros(1, 2, 1, 4), torch.zeros(2, 3, 2, 4)
+    with pytest.raises(tw.BindingError, match="sink: got float; expected a torch tensor"):
+        ops.sdpa_paged(q, pages, pages, torch.tensor([[0, 1]]), torch.tensor([5]), sink=0.5)
 
 
 def test_a_paged_call_declines_every_operand_that_requires_grad() -> None:
