@@ -10,7 +10,7 @@ Rows come in groups that share a row of scale: all of them, or for adalayernorm 
 Each program of the first kernel walks rows of one group in strides, keeps its share of dscale and
 dbias in float32 registers, and writes it to the workspace once; the last kernel adds the shares
 in a fixed order, so results repeat bit for bit. Rows too wide for the accumulators take a kernel
-for dx and one for the shares, which reads grad and x again, a block of columns a program.
+for dx and one for the shares (``normalization_backward_shares``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel, slot_
 from tilewright.engines.triton.assembling import Assembly
 from tilewright.engines.triton.norm_problem import NormProblem, backward_problem
 from tilewright.engines.triton.norm_tiles import place
+from tilewright.engines.triton.normalization_backward_shares import shares_kernel, sum_kernel
 from tilewright.engines.triton.rows import only_operation
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type
@@ -39,15 +40,8 @@ MAX_WIDTH = 65536
 _MAX_FUSED_WIDTH = 8192
 # Elements that a tile of short rows has about.
 _TILE_ELEMENTS = 2048
-# Tile that one program of the last kernel reads at a time, and its warps.
-_SUM_ROWS = 64
-_SUM_COLUMNS = 32
-_SUM_WARPS = 8
-# Of the kernel that makes shares of wide rows: row parts, and the tile that a program reads.
+# Row parts, of which each makes a share where rows are wide.
 _SPLITS = 32
-_SHARE_ROWS = 16
-_SHARE_COLUMNS = 128
-_SHARE_WARPS = 4
 
 
 @triton.jit
@@ -158,116 +152,6 @@ def norm_backward(
         tl.store(dscale_shares + share, tl.sum(dscale, axis=0), mask=in_width)
         if HAS_DBIAS:
             tl.store(dbias_shares + share, tl.sum(dbias, axis=0), mask=in_width)
-
-
-@triton.jit
-def norm_backward_shares(
-    grad,
-    x,
-    mean,
-    inverse,
-    dscale_shares,
-    dbias_shares,
-    inner_rows,
-    group_rows,
-    grad_outer,
-    grad_inner,
-    grad_jump,
-    grad_step,
-    x_outer,
-    x_inner,
-    x_jump,
-    x_step,
-    mean_outer,
-    mean_inner,
-    inverse_outer,
-    inverse_inner,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER_COLUMNS: tl.constexpr,
-    ROW_AXES: tl.constexpr,
-    COLUMN_AXES: tl.constexpr,
-    IS_CENTRED: tl.constexpr,
-    HAS_DBIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    # Neighbouring programs read neighbouring columns.
-    share = (tl.program_id(0) // COLUMN_BLOCKS).to(tl.int64)
-    group = share // SHARES
-    column = tl.program_id(0) % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    in_width = column < WIDTH
-    g_column = place(column, INNER_COLUMNS, grad_jump, grad_step, COLUMN_AXES)[None, :]
-    x_column = place(column, INNER_COLUMNS, x_jump, x_step, COLUMN_AXES)[None, :]
-    dscale = tl.zeros((ROWS, COLUMNS), dtype=COMPUTE)
-    dbias = tl.zeros((ROWS, COLUMNS), dtype=COMPUTE)
-    first = share % SHARES * ROWS
-    while first < group_rows:
-        in_group = first + tl.arange(0, ROWS)
-        in_rows = in_group < group_rows
-        row = group * group_rows + in_group
-        inside = in_rows[:, None] & in_width[None, :]
-        at = place(row, inner_rows, grad_outer, grad_inner, ROW_AXES)[:, None] + g_column
-        g = tl.load(grad + at, mask=inside, other=0.0).to(COMPUTE)
-        at = place(row, inner_rows, x_outer, x_inner, ROW_AXES)[:, None] + x_column
-        values = tl.load(x + at, mask=inside, other=0.0).to(COMPUTE)
-        if IS_CENTRED:
-            at = place(row, inner_rows, mean_outer, mean_inner, ROW_AXES)
-            values = values - tl.load(mean + at, mask=in_rows, other=0.0).to(COMPUTE)[:, None]
-        at = place(row, inner_rows, inverse_outer, inverse_inner, ROW_AXES)
-        values = values * tl.load(inverse + at, mask=in_rows, other=0.0).to(COMPUTE)[:, None]
-        dscale += tl.where(inside, g * values, 0.0)
-        if HAS_DBIAS:
-            dbias += g
-        first += ROWS * SHARES
-    at = share * WIDTH + column
-    tl.store(dscale_shares + at, tl.sum(dscale, axis=0), mask=in_width)
-    if HAS_DBIAS:
-        tl.store(dbias_shares + at, tl.sum(dbias, axis=0), mask=in_width)
-
-
-@triton.jit
-def sum_shares(
-    dscale_shares,
-    dbias_shares,
-    dscale,
-    dbias,
-    dscale_group,
-    dbias_group,
-    dscale_jump,
-    dscale_step,
-    dbias_jump,
-    dbias_step,
-    WIDTH: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER_COLUMNS: tl.constexpr,
-    COLUMN_AXES: tl.constexpr,
-    HAS_DBIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    in_width = column < WIDTH
-    total = tl.zeros((ROWS, COLUMNS), dtype=COMPUTE)
-    total_bias = tl.zeros((ROWS, COLUMNS), dtype=COMPUTE)
-    for first in range(0, PROGRAMS, ROWS):
-        share = first + tl.arange(0, ROWS)
-        at = (group * PROGRAMS + share)[:, None] * WIDTH + column[None, :]
-        live = (share < PROGRAMS)[:, None] & in_width[None, :]
-        total += tl.load(dscale_shares + at, mask=live, other=0.0)
-        if HAS_DBIAS:
-            total_bias += tl.load(dbias_shares + at, mask=live, other=0.0)
-    sums = tl.sum(total, axis=0).to(dscale.dtype.element_ty)
-    at = group * dscale_group + place(column, INNER_COLUMNS, dscale_jump, dscale_step, COLUMN_AXES)
-    tl.store(dscale + at, sums, mask=in_width)
-    if HAS_DBIAS:
-        bias_sums = tl.sum(total_bias, axis=0).to(dbias.dtype.element_ty)
-        at = group * dbias_group + place(column, INNER_COLUMNS, dbias_jump, dbias_step, COLUMN_AXES)
-        tl.store(dbias + at, bias_sums, mask=in_width)
 
 
 @dataclass(frozen=True)
@@ -398,8 +282,12 @@ def _plan(facts: _Facts, assembly: Assembly, warps: int) -> KernelPlan:
     facts.assembly(assembly, names)
     kernels = [] if facts.grounds.rows == 0 else [_rows_kernel(facts, assembly, warps)]
     if not facts.is_fused:
-        kernels.append(_shares_kernel(facts, assembly))
-    kernels.append(_sum_kernel(facts, assembly))
+        kernels.append(
+            shares_kernel(assembly, facts.width, facts.groups, facts.shares, facts.constants())
+        )
+    # No program ran over no row, and then there is no share.
+    shares = facts.shares if facts.grounds.rows else 0
+    kernels.append(sum_kernel(assembly, facts.width, facts.groups, shares, facts.constants()))
     return KernelPlan(tuple(kernels), facts.scratch)
 
 
@@ -414,28 +302,3 @@ def _rows_kernel(facts: _Facts, assembly: Assembly, warps: int) -> PlannedKernel
     }
     grid = (facts.groups * facts.programs, 1, 1)
     return assembly.kernel(norm_backward, grid, warps, **constants)
-
-
-def _shares_kernel(facts: _Facts, assembly: Assembly) -> PlannedKernel:
-    blocks = triton.cdiv(facts.width, _SHARE_COLUMNS)
-    constants = {
-        **facts.constants(),
-        "SHARES": facts.shares,
-        "ROWS": _SHARE_ROWS,
-        "COLUMNS": _SHARE_COLUMNS,
-        "COLUMN_BLOCKS": blocks,
-    }
-    grid = (blocks * facts.groups * facts.shares, 1, 1)
-    return assembly.kernel(norm_backward_shares, grid, _SHARE_WARPS, **constants)
-
-
-def _sum_kernel(facts: _Facts, assembly: Assembly) -> PlannedKernel:
-    constants = {
-        **facts.constants(),
-        # No program ran over no row, and then there is no share.
-        "PROGRAMS": facts.shares if facts.grounds.rows else 0,
-        "ROWS": _SUM_ROWS,
-        "COLUMNS": _SUM_COLUMNS,
-    }
-    grid = (facts.groups, triton.cdiv(facts.width, _SUM_COLUMNS), 1)
-    return assembly.kernel(sum_shares, grid, _SUM_WARPS, **constants)
