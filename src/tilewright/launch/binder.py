@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 VariantPack = Mapping[Any, Any]
 # Stands for the view of an operand that only its address is wanted of.
-_NO_VIEW = torch.empty(0)
+_NO_VIEW = torch.empty(0, device="cpu")
 # Accepted layouts that a binder remembers; past that each is checked anew.
 _MEMO = 256
 
@@ -85,7 +85,9 @@ class Binder:
         )
         # Values of the plan itself: no caller's memory, and nothing writes them.
         self._defaults = tuple(
-            None if slot.value is None else torch.full(slot.dim, slot.value, dtype=slot.dtype)
+            None
+            if slot.value is None
+            else torch.full(slot.dim, slot.value, dtype=slot.dtype, device="cpu")
             for slot in self.slots
         )
         self._cuda_index = device.index if device.type == "cuda" else None

@@ -179,9 +179,9 @@ def counter(name: str, value: int | torch.Tensor) -> torch.Tensor:
         return value.detach().reshape(1, 1, 1, 1)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise BindingError(f"{name}: got {value!r}; expected a 64-bit int or a one-element tensor")
-    return torch.full((1, 1, 1, 1), value, dtype=torch.int64)
+    return torch.full((1, 1, 1, 1), value, dtype=torch.int64, device="cpu")
 
 
 def draw_seed() -> torch.Tensor:
     """A seed from torch's default CPU generator: torch.manual_seed repeats it."""
-    return torch.randint(0, 2**63 - 1, (1, 1, 1, 1), dtype=torch.int64)
+    return torch.randint(0, 2**63 - 1, (1, 1, 1, 1), dtype=torch.int64, device="cpu")

@@ -143,8 +143,8 @@ class PaddingMask:
         self._spec = spec
         self._in_mask = spec.banded and not self.causal
         self._len_q, self._len_kv = Lengths(spec, "q"), Lengths(spec, "kv")
-        self._rows = torch.arange(spec.rows).view(1, 1, -1, 1)
-        self._columns = torch.arange(spec.keys)
+        self._rows = torch.arange(spec.rows, device="cpu").view(1, 1, -1, 1)
+        self._columns = torch.arange(spec.keys, device="cpu")
         self.elements = mask_elements(op, spec)
 
     def of(self, inputs: Operands) -> _Padding | None:
@@ -179,7 +179,7 @@ def mask_elements(op: Any, spec: AttentionSpec) -> int:
 
 
 def _zero(dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype)
+    return torch.zeros((), dtype=dtype, device="cpu")
 
 
 def _serves(op: Any, spec: AttentionSpec, device: torch.device) -> bool:

@@ -58,7 +58,7 @@ class ScoreModifier:
             if port in inputs:
                 external[key] = inputs[port]
             elif key in self.defaults:
-                external[key] = torch.tensor(self.defaults[key])
+                external[key] = torch.tensor(self.defaults[key], device="cpu")
         return BoundProgram(self, external, compute)
 
 

@@ -143,7 +143,7 @@ class AtenExecutable:
     def _work(self, places: list[torch.Tensor], workspace: Any) -> Callable[[], None]:
         if self._virtual:
             scratch = workspace_view(workspace, self.workspace.size_bytes, self._device)
-            places = [*places, *(_carve(entry, scratch) for entry in self._virtual)]
+            places = [*places, *(_carve(entry, scratch, self._device) for entry in self._virtual)]
         if len(self._steps) == 1:
             step = self._steps[0]
             kernel = step.kernel
@@ -166,10 +166,11 @@ class AtenExecutable:
         return run
 
 
-def _carve(entry: _Virtual, workspace: torch.Tensor | None) -> torch.Tensor:
+def _carve(entry: _Virtual, workspace: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if workspace is None:
         # No bytes are needed: every virtual tensor is empty.
-        return torch.empty((0,) if entry.is_flat else entry.dim, dtype=entry.dtype)
+        dim = (0,) if entry.is_flat else entry.dim
+        return torch.empty(dim, dtype=entry.dtype, device=device)
     start = entry.piece.offset_bytes
     flat = workspace[start : start + entry.piece.size_bytes].view(entry.dtype)
     return flat if entry.is_flat else flat.as_strided(entry.dim, entry.stride)

@@ -60,7 +60,7 @@ def _interpreted(
             arguments[name] = argument.value
         elif isinstance(argument, Scratch):
             # Where no byte is needed there is no workspace, and none of it is read.
-            held = torch.empty(0, dtype=torch.uint8) if scratch is None else scratch
+            held = torch.empty(0, dtype=torch.uint8, device="cpu") if scratch is None else scratch
             arguments[name] = held[argument.offset_bytes :].view(_SCRATCH_TYPES[kind])
     function, grid = kernel.spec.function, kernel.grid
     return lambda: function[grid](**arguments)

@@ -208,7 +208,7 @@ def _scalar(tensor: Tensor) -> tuple[str, int | float | None]:
     if tensor.value is None:
         return kind, None
     # As the tensor's type holds it.
-    value = torch.tensor(tensor.value).to(to_torch(tensor.data_type)).item()
+    value = torch.tensor(tensor.value, device="cpu").to(to_torch(tensor.data_type)).item()
     return kind, int(value) if isinstance(value, bool) else value
 
 

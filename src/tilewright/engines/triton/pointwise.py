@@ -264,5 +264,7 @@ def _host_value(tensor: Tensor) -> int | float | None:
     """A declared value, rounded as the tensor's type holds it."""
     if tensor.value is None:
         return None
-    value: int | float = torch.tensor(tensor.value).to(to_torch(tensor.data_type)).item()
+    value: int | float = (
+        torch.tensor(tensor.value, device="cpu").to(to_torch(tensor.data_type)).item()
+    )
     return int(value) if isinstance(value, bool) else value
