@@ -144,8 +144,8 @@ def attention_backward_bias(
                     wide_row = row.to(tl.int64)[:, None]
                     wide_key = key.to(tl.int64)[None, :]
                     p, cap_slope, seen = tile_probabilities(
-                        products, row[:, None], key[None, :], lse_of_rows[:, None], factor,
-                        count_q, count_kv, shift, left, right, inner, outer, slope,
+                        products, row[:, None], key[None, :], lse_of_rows[:, None],
+                        (factor, inner, outer, slope), (count_q, count_kv, shift, left, right),
                         bias_at + wide_row * bias_row + wide_key * bias_col,
                         False, HAS_LEFT, HAS_RIGHT, HAS_SOFT_CAP, CAP_DIVIDES, True, HAS_ALIBI,
                     )  # fmt: skip
@@ -156,8 +156,9 @@ def attention_backward_bias(
                             drop_at += wide_head * drop_mask_head + wide_row * drop_mask_row
                             drop_at += wide_key * drop_mask_col
                         d_p = d_p * tile_keep(
-                            row[:, None], key[None, :], seen, line * rows, keys, seed_value,
-                            offset_value, kept_scale, drop_at, HAS_PHILOX, THRESHOLD,
+                            row[:, None], key[None, :], seen,
+                            (line * rows, keys, seed_value, offset_value, kept_scale),
+                            drop_at, HAS_PHILOX, THRESHOLD,
                         )  # fmt: skip
                     d_s = tile_gradient(
                         p, d_p, delta_of_rows[:, None], cap_slope, seen, False, False

@@ -190,9 +190,13 @@ def attention_backward_keys(
             first_key * 0, d_o_offsets, batch, head_q, d_o_offset_step, d_o_multiplier, d_o_batch,
             d_o_head, 0, UNIT,
         )  # fmt: skip
-        bias_at = at_head(bias, batch, wide_head, bias_batch, bias_head)
-        block_mask_at = at_head(block_mask, batch, wide_head, block_mask_batch, block_mask_head)
-        drop_mask_at = at_head(drop_mask, batch, wide_head, drop_mask_batch, drop_mask_head)
+        bias_at, block_mask_at, drop_mask_at = None, None, None
+        if HAS_BIAS:
+            bias_at = at_head(bias, batch, wide_head, bias_batch, bias_head)
+        if HAS_BLOCK_MASK:
+            block_mask_at = at_head(block_mask, batch, wide_head, block_mask_batch, block_mask_head)
+        if HAS_DROP_MASK:
+            drop_mask_at = at_head(drop_mask, batch, wide_head, drop_mask_batch, drop_mask_head)
         slope = 0.0
         if HAS_ALIBI:
             slope = alibi_slope(head_q, ALIBI_SPLIT)
@@ -204,67 +208,22 @@ def attention_backward_keys(
                 or (part == 2 and HAS_LEFT and not MASKS_ALL)
             ):
                 acc_k, acc_v = rows_pass(
-                    acc_k,
-                    acc_v,
-                    k_tile,
-                    v_tile,
+                    acc_k, acc_v, k_tile, v_tile,
                     first if part == 0 else (first_open if part == 1 else end_open),
                     first_open if part == 0 else (end_open if part == 1 else end),
-                    first_seen,
-                    end_seen,
-                    first_key,
-                    q_at,
-                    d_o_at,
-                    lse + line * padded_rows,
-                    delta + line * padded_rows,
-                    bias_at,
-                    block_mask_at,
-                    drop_mask_at,
-                    q_row,
-                    q_col,
-                    d_o_row,
-                    d_o_col,
-                    bias_row,
-                    bias_col,
-                    block_mask_row,
-                    block_mask_col,
-                    drop_mask_row,
-                    drop_mask_col,
-                    scale,
-                    inner,
-                    outer,
-                    slope,
-                    line * rows,
-                    keys,
-                    seed,
-                    offset,
-                    keep_scale,
-                    count_q,
-                    count_kv,
-                    shift,
-                    left,
-                    right,
-                    DEPTH,
-                    DEPTH_V,
-                    BLOCK_DEPTH,
-                    BLOCK_DEPTH_V,
-                    ROWS,
-                    KEYS,
-                    UNIT,
-                    part == 1,
-                    IS_EVEN,
-                    HAS_LEFT,
-                    HAS_RIGHT,
-                    HAS_SOFT_CAP,
-                    CAP_DIVIDES,
-                    HAS_BIAS,
-                    HAS_ALIBI,
-                    HAS_BLOCK_MASK,
-                    HAS_PHILOX,
-                    HAS_DROP_MASK,
-                    THRESHOLD,
-                    STAGES,
-                )
+                    first_seen, end_seen, first_key,
+                    (q_at, q_row, q_col), (d_o_at, d_o_row, d_o_col),
+                    (lse + line * padded_rows, delta + line * padded_rows),
+                    (bias_at, bias_row, bias_col),
+                    (block_mask_at, block_mask_row, block_mask_col),
+                    (drop_mask_at, drop_mask_row, drop_mask_col),
+                    (scale, inner, outer, slope),
+                    (count_q, count_kv, shift, left, right),
+                    (line * rows, keys, seed, offset, keep_scale),
+                    DEPTH, DEPTH_V, BLOCK_DEPTH, BLOCK_DEPTH_V, ROWS, KEYS, UNIT, part == 1,
+                    IS_EVEN, HAS_LEFT, HAS_RIGHT, HAS_SOFT_CAP, CAP_DIVIDES, HAS_BIAS, HAS_ALIBI,
+                    HAS_BLOCK_MASK, HAS_PHILOX, HAS_DROP_MASK, THRESHOLD, STAGES,
+                )  # fmt: skip
     d_k_at = d_k + row_offsets(
         key[:, None], d_k_offsets, batch, head_kv, d_k_offset_step, d_k_multiplier, d_k_batch,
         d_k_head, d_k_row, D_K_UNIT,

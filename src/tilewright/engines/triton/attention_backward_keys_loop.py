@@ -26,37 +26,15 @@ def rows_pass(
     first_seen,
     end_seen,
     first_key,
-    q_at,
-    d_o_at,
-    lse_at,
-    delta_at,
-    bias_at,
-    block_mask_at,
-    drop_mask_at,
-    q_row,
-    q_col,
-    d_o_row,
-    d_o_col,
-    bias_row,
-    bias_col,
-    block_mask_row,
-    block_mask_col,
-    drop_mask_row,
-    drop_mask_col,
-    scale,
-    cap_inner,
-    cap_outer,
-    slope,
-    line,
-    keys,
-    seed,
-    offset,
-    keep_scale,
-    len_q,
-    len_kv,
-    shift,
-    left,
-    right,
+    query,
+    gradient,
+    statistics,
+    bias,
+    block_mask,
+    drop_mask,
+    scoring,
+    band,
+    dropout,
     DEPTH: tl.constexpr,
     DEPTH_V: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -78,7 +56,17 @@ def rows_pass(
     THRESHOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the rows of [first, end), in whole tiles, to the accumulators."""
+    """Add the rows of [first, end), in whole tiles, to the accumulators.
+
+    ``query`` and ``gradient`` are where the head's rows begin and their steps; ``statistics`` where
+    its log-sum-exps and deltas begin.
+    """
+    q_at, q_row, q_col = query
+    d_o_at, d_o_row, d_o_col = gradient
+    lse_at, delta_at = statistics
+    bias_at, bias_row, bias_col = bias
+    block_mask_at, block_mask_row, block_mask_col = block_mask
+    drop_mask_at, drop_mask_row, drop_mask_col = drop_mask
     depth = tl.arange(0, BLOCK_DEPTH)[None, :]
     depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
     key = first_key + tl.arange(0, KEYS)[:, None]
@@ -118,15 +106,8 @@ def rows_pass(
                 row[None, :],
                 key,
                 lse[None, :],
-                scale,
-                len_q,
-                len_kv,
-                shift,
-                left,
-                right,
-                cap_inner,
-                cap_outer,
-                slope,
+                scoring,
+                band,
                 bias_at + row.to(tl.int64)[None, :] * bias_row + key.to(tl.int64) * bias_col
                 if HAS_BIAS
                 else None,
@@ -144,11 +125,7 @@ def rows_pass(
                     row[None, :],
                     key,
                     seen,
-                    line,
-                    keys,
-                    seed,
-                    offset,
-                    keep_scale,
+                    dropout,
                     drop_mask_at
                     + row.to(tl.int64)[None, :] * drop_mask_row
                     + key.to(tl.int64) * drop_mask_col

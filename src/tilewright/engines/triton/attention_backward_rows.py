@@ -165,9 +165,13 @@ def attention_backward_rows(
         offset = scalar_value(offset).to(tl.int64)
     if HAS_PHILOX or HAS_DROP_MASK:
         keep_scale = scalar_value(keep_scale).to(tl.float32)
-    bias_at = at_head(bias, batch, head, bias_batch, bias_head)
-    block_mask_at = at_head(block_mask, batch, head, block_mask_batch, block_mask_head)
-    drop_mask_at = at_head(drop_mask, batch, head, drop_mask_batch, drop_mask_head)
+    bias_at, block_mask_at, drop_mask_at = None, None, None
+    if HAS_BIAS:
+        bias_at = at_head(bias, batch, head, bias_batch, bias_head)
+    if HAS_BLOCK_MASK:
+        block_mask_at = at_head(block_mask, batch, head, block_mask_batch, block_mask_head)
+    if HAS_DROP_MASK:
+        drop_mask_at = at_head(drop_mask, batch, head, drop_mask_batch, drop_mask_head)
     slope = 0.0
     if HAS_ALIBI:
         slope = alibi_slope(head_q, ALIBI_SPLIT)
@@ -195,64 +199,20 @@ def attention_backward_rows(
             or (part == 2 and MAY_MASK and not MASKS_ALL)
         ):
             acc_q = keys_pass(
-                acc_q,
-                q_tile,
-                d_o_tile,
-                lse_of_rows,
-                delta_of_rows,
+                acc_q, q_tile, d_o_tile, lse_of_rows, delta_of_rows,
                 first if part == 0 else (first_open if part == 1 else end_open),
                 first_open if part == 0 else (end_open if part == 1 else end),
-                first_row,
-                k_at,
-                v_at,
-                bias_at,
-                block_mask_at,
-                drop_mask_at,
-                k_row,
-                k_col,
-                v_row,
-                v_col,
-                bias_row,
-                bias_col,
-                block_mask_row,
-                block_mask_col,
-                drop_mask_row,
-                drop_mask_col,
-                scale,
-                inner,
-                outer,
-                slope,
-                line * rows,
-                keys,
-                seed,
-                offset,
-                keep_scale,
-                count_q,
-                count_kv,
-                shift,
-                left,
-                right,
-                DEPTH,
-                DEPTH_V,
-                BLOCK_DEPTH,
-                BLOCK_DEPTH_V,
-                ROWS,
-                KEYS,
-                UNIT,
-                part == 1,
-                CLEANS_KEYS,
-                HAS_LEFT,
-                HAS_RIGHT,
-                HAS_SOFT_CAP,
-                CAP_DIVIDES,
-                HAS_BIAS,
-                HAS_ALIBI,
-                HAS_BLOCK_MASK,
-                HAS_PHILOX,
-                HAS_DROP_MASK,
-                THRESHOLD,
-                STAGES,
-            )
+                first_row, (k_at, k_row, k_col), (v_at, v_row, v_col),
+                (bias_at, bias_row, bias_col),
+                (block_mask_at, block_mask_row, block_mask_col),
+                (drop_mask_at, drop_mask_row, drop_mask_col),
+                (scale, inner, outer, slope),
+                (count_q, count_kv, shift, left, right),
+                (line * rows, keys, seed, offset, keep_scale),
+                DEPTH, DEPTH_V, BLOCK_DEPTH, BLOCK_DEPTH_V, ROWS, KEYS, UNIT, part == 1,
+                CLEANS_KEYS, HAS_LEFT, HAS_RIGHT, HAS_SOFT_CAP, CAP_DIVIDES, HAS_BIAS, HAS_ALIBI,
+                HAS_BLOCK_MASK, HAS_PHILOX, HAS_DROP_MASK, THRESHOLD, STAGES,
+            )  # fmt: skip
     d_q_at = d_q + row_offsets(
         row[:, None], d_q_offsets, batch, head_q, d_q_offset_step, d_q_multiplier, d_q_batch,
         d_q_head, d_q_row, D_Q_UNIT,

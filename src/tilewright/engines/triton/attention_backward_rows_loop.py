@@ -26,35 +26,14 @@ def keys_pass(
     first,
     end,
     first_row,
-    k_at,
-    v_at,
-    bias_at,
-    block_mask_at,
-    drop_mask_at,
-    k_row,
-    k_col,
-    v_row,
-    v_col,
-    bias_row,
-    bias_col,
-    block_mask_row,
-    block_mask_col,
-    drop_mask_row,
-    drop_mask_col,
-    scale,
-    cap_inner,
-    cap_outer,
-    slope,
-    line,
-    keys,
-    seed,
-    offset,
-    keep_scale,
-    len_q,
-    len_kv,
-    shift,
-    left,
-    right,
+    keys_of,
+    values_of,
+    bias,
+    block_mask,
+    drop_mask,
+    scoring,
+    band,
+    dropout,
     DEPTH: tl.constexpr,
     DEPTH_V: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -76,7 +55,16 @@ def keys_pass(
     THRESHOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the keys of [first, end), in whole tiles, to dQ."""
+    """Add the keys of [first, end), in whole tiles, to dQ.
+
+    ``keys_of`` and ``values_of`` are where the head's keys and values begin and their steps.
+    """
+    k_at, k_row, k_col = keys_of
+    v_at, v_row, v_col = values_of
+    bias_at, bias_row, bias_col = bias
+    block_mask_at, block_mask_row, block_mask_col = block_mask
+    drop_mask_at, drop_mask_row, drop_mask_col = drop_mask
+    len_kv = band[1]
     depth = tl.arange(0, BLOCK_DEPTH)[None, :]
     depth_v = tl.arange(0, BLOCK_DEPTH_V)[None, :]
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -109,15 +97,8 @@ def keys_pass(
                 row,
                 key[None, :],
                 lse[:, None],
-                scale,
-                len_q,
-                len_kv,
-                shift,
-                left,
-                right,
-                cap_inner,
-                cap_outer,
-                slope,
+                scoring,
+                band,
                 bias_at + row.to(tl.int64) * bias_row + key.to(tl.int64)[None, :] * bias_col
                 if HAS_BIAS
                 else None,
@@ -134,11 +115,7 @@ def keys_pass(
                     row,
                     key[None, :],
                     seen,
-                    line,
-                    keys,
-                    seed,
-                    offset,
-                    keep_scale,
+                    dropout,
                     drop_mask_at
                     + row.to(tl.int64) * drop_mask_row
                     + key.to(tl.int64)[None, :] * drop_mask_col

@@ -8,6 +8,13 @@ With S the changed scores, P = exp(S - Stats), M the dropout factor and Delta = 
 ``row`` and ``col`` are int32 that broadcast against the tile, so a tile may be (queries, keys) or
 (keys, queries). Row statistics come in base 2 and are +inf where a row sees nothing, which makes
 P zero there.
+
+What goes together is handed on together:
+
+    scoring     scale, the two factors of the soft cap, ALiBi's slope of the head
+    band        queries and keys of the sequence, shift of the diagonal, left and right bound
+    dropout     (b * Hq + h) * Sq as int64, keys of a line, seed, offset, scale of what is kept
+    bias, ...   where the head's elements begin, steps of rows and of keys; None if not given
 """
 
 import triton
@@ -34,11 +41,8 @@ def soft_cap_factors(cap_inner, cap_outer):
 
 @triton.jit
 def at_head(pointer, batch, head, batch_step, head_step):
-    """Where a head's elements of an operand begin, or None for one that is not given."""
-    at = None
-    if pointer is not None:
-        at = pointer + batch.to(tl.int64) * batch_step + head.to(tl.int64) * head_step
-    return at
+    """Where a head's elements of an operand begin."""
+    return pointer + batch.to(tl.int64) * batch_step + head.to(tl.int64) * head_step
 
 
 @triton.jit
@@ -47,15 +51,8 @@ def tile_probabilities(
     row,
     col,
     lse,
-    scale,
-    len_q,
-    len_kv,
-    shift,
-    left,
-    right,
-    cap_inner,
-    cap_outer,
-    slope,
+    scoring,
+    band,
     bias_at,
     IS_OPEN: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -70,6 +67,8 @@ def tile_probabilities(
     ``products`` is Q K^T without the scale, or its transpose. An open tile hides nothing: its
     third result is meaningless, as the second is without a soft cap.
     """
+    scale, cap_inner, cap_outer, slope = scoring
+    len_q, len_kv, shift, left, right = band
     seen = row < len_q
     if not IS_OPEN:
         seen = visible(row, col, len_q, len_kv, shift, left, right, HAS_LEFT, HAS_RIGHT)
@@ -116,16 +115,13 @@ def tile_keep(
     row,
     col,
     inside,
-    line,
-    keys,
-    seed,
-    offset,
-    keep_scale,
+    dropout,
     mask_at,
     HAS_PHILOX: tl.constexpr,
     THRESHOLD: tl.constexpr,
 ):
-    """The dropout factor of each score. ``line`` is (b * Hq + h) * Sq, int64."""
+    """The dropout factor of each score."""
+    line, keys, seed, offset, keep_scale = dropout
     if HAS_PHILOX:
         keep = philox_keep(line + row.to(tl.int64), col, keys, seed, offset, THRESHOLD)
         return tl.where(keep, keep_scale, 0.0)
