@@ -18,10 +18,17 @@ from tilewright.engines.compiled.planned import (
 from tilewright.engines.hopper.attention_kernel import attention_forward
 from tilewright.engines.hopper.attention_order import SORT_WARPS, order_bytes, order_tiles
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
-from tilewright.engines.hopper.bounds import length_kind
+from tilewright.engines.hopper.bounds import Bounds, length_kind
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.engines.hopper.operand_rules import only_operation
-from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
+from tilewright.engines.hopper.tile_config import (
+    WARPGROUP_ROWS,
+    TileConfig,
+    cost_grows,
+    mask_constants,
+    proposal,
+    with_knobs,
+)
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
@@ -166,7 +173,10 @@ def plan_with(
         values["order"] = ("*i32", Scratch(0))
     else:
         constants["order"] = None
-    masks = _mask_constants(spec, config)
+    bounds = Bounds(spec.left, spec.right, spec.shifts)
+    has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
+    masks = mask_constants(bounds, spec.keys, config, has_lengths=has_lengths)
+    by_cost = config.by_cost and not spec.ragged_q and cost_grows(bounds, spec.rows, spec.keys)
     names = [name for name in attention_forward.arg_names if name in values]
     kernel = KernelSpec(
         attention_forward,
@@ -180,7 +190,7 @@ def plan_with(
             ("STAGES", config.stages),
             ("Q_SLOTS", config.q_slots),
             ("TURNS", config.turns),
-            ("BY_COST", config.by_cost and _cost_grows(spec)),
+            ("BY_COST", by_cost),
             ("K_BOX", k_box),
             ("V_BOX", v_box),
             ("OUT_PARTS", config.out_parts),
@@ -307,34 +317,3 @@ def _order_kernel(
         warps=SORT_WARPS,
     )
     return PlannedKernel(kernel, (1, 1, 1), tuple(given[name][1] for name in names))
-
-
-def _mask_constants(spec: AttentionSpec, config: AttentionConfig) -> dict[str, bool]:
-    """Which masks exist, and whether blocks after the first can need the one on the right."""
-    has_left, has_right = spec.left is not None, spec.right is not None
-    # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
-    is_aligned = (
-        has_right
-        and not spec.shifts
-        and config.block_n % config.block_m == 0
-        and spec.right % config.block_n == 0
-    )
-    has_tail = spec.keys % config.block_n != 0 or spec.lengths_q or spec.lengths_kv
-    return {
-        "HAS_LEFT": has_left,
-        "HAS_RIGHT": has_right,
-        "BOTTOM_RIGHT": spec.shifts,
-        "RIGHT_LOOP": has_right and not is_aligned,
-        "FIRST_MASKED": bool(has_left or has_right or has_tail),
-        "REPAIRS": has_left or has_right,
-    }
-
-
-def _cost_grows(spec: AttentionSpec) -> bool:
-    """True if tiles cost more the later their rows are, as under a causal mask."""
-    return (
-        spec.right is not None
-        and spec.left is None
-        and spec.rows <= 2 * spec.keys
-        and not spec.ragged_q
-    )

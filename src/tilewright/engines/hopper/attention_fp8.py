@@ -21,10 +21,17 @@ from tilewright.engines.hopper.attention_fp8_spec import (
     read_spec,
 )
 from tilewright.engines.hopper.barriers import FIRST_FREE
-from tilewright.engines.hopper.bounds import length_kind
+from tilewright.engines.hopper.bounds import Bounds, length_kind
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.engines.hopper.operand_rules import only_operation
-from tilewright.engines.hopper.tile_config import WARPGROUP_ROWS, TileConfig, proposal, with_knobs
+from tilewright.engines.hopper.tile_config import (
+    WARPGROUP_ROWS,
+    TileConfig,
+    cost_grows,
+    mask_constants,
+    proposal,
+    with_knobs,
+)
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
@@ -132,6 +139,10 @@ def plan_with(
     }
     values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
     has_maxima = tuple((f"HAS_{port.upper()}", port in ports) for port in MAXIMA)
+    bounds = Bounds(None, spec.right, spec.shifts)
+    has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
+    masks = mask_constants(bounds, spec.keys, config, has_lengths=has_lengths)
+    del masks["HAS_LEFT"]
     constants = (
         ("BLOCK_N", config.block_n),
         ("DEPTH", depth),
@@ -139,8 +150,8 @@ def plan_with(
         ("WARPGROUPS", config.warpgroups),
         ("STAGES", config.stages),
         ("Q_SLOTS", config.q_slots),
-        ("BY_COST", config.by_cost and _cost_grows(spec)),
-        *_mask_constants(spec, config),
+        ("BY_COST", config.by_cost and cost_grows(bounds, spec.rows, spec.keys)),
+        *masks.items(),
         ("LENGTHS_Q", length_kind(ports, "q")),
         ("LENGTHS_KV", length_kind(ports, "kv")),
         ("HAS_STATS", "Stats" in ports),
@@ -171,30 +182,3 @@ def plan_with(
         tuple(values[name][1] for name in amaxes),
     )
     return KernelPlan((clear, main))
-
-
-def _mask_constants(
-    spec: AttentionFp8Spec, config: AttentionConfig
-) -> tuple[tuple[str, bool], ...]:
-    """Which masks exist, and whether blocks after the first can need the one on the right."""
-    has_right = spec.right is not None
-    # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
-    is_aligned = (
-        has_right
-        and not spec.shifts
-        and config.block_n % config.block_m == 0
-        and spec.right % config.block_n == 0
-    )
-    has_tail = spec.keys % config.block_n != 0 or spec.lengths_q or spec.lengths_kv
-    return (
-        ("HAS_RIGHT", has_right),
-        ("BOTTOM_RIGHT", spec.shifts),
-        ("RIGHT_LOOP", has_right and not is_aligned),
-        ("FIRST_MASKED", bool(has_right or has_tail)),
-        ("REPAIRS", has_right),
-    )
-
-
-def _cost_grows(spec: AttentionFp8Spec) -> bool:
-    """True if tiles cost more the later their rows are, as under a causal mask."""
-    return spec.right is not None and spec.rows <= 2 * spec.keys

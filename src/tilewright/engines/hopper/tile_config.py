@@ -1,4 +1,4 @@
-"""How Hopper's attention forward cuts its tiles, and the knobs that tell and change it."""
+"""How Hopper's attention forward cuts and masks its tiles, and the knobs that tell of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tilewright.engines.base import Knobs, Proposal
+from tilewright.engines.hopper.bounds import Bounds
 from tilewright.graph.enums import behavior_note, knob_type
 
 WARPGROUP_ROWS = 64
@@ -51,3 +52,31 @@ def with_knobs(config: Config, knobs: Knobs) -> Config:
         block_n=given.get(knob_type.TILE_N, config.block_n),
         stages=given.get(knob_type.STAGES, config.stages),
     )
+
+
+def mask_constants(
+    bounds: Bounds, keys: int, config: TileConfig, *, has_lengths: bool
+) -> dict[str, bool]:
+    """Which masks exist, and whether blocks after the first can need the one on the right."""
+    has_left, has_right = bounds.left is not None, bounds.right is not None
+    # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
+    is_aligned = (
+        bounds.right is not None
+        and not bounds.shifts
+        and config.block_n % config.block_m == 0
+        and bounds.right % config.block_n == 0
+    )
+    has_tail = keys % config.block_n != 0 or has_lengths
+    return {
+        "HAS_LEFT": has_left,
+        "HAS_RIGHT": has_right,
+        "BOTTOM_RIGHT": bounds.shifts,
+        "RIGHT_LOOP": has_right and not is_aligned,
+        "FIRST_MASKED": has_left or has_right or has_tail,
+        "REPAIRS": has_left or has_right,
+    }
+
+
+def cost_grows(bounds: Bounds, rows: int, keys: int) -> bool:
+    """True if tiles cost more the later their rows are, as under a causal mask."""
+    return bounds.right is not None and bounds.left is None and rows <= 2 * keys
