@@ -18,7 +18,7 @@ from tilewright.engines.compiled.planned import (
 from tilewright.engines.hopper.attention_kernel import attention_forward
 from tilewright.engines.hopper.attention_order import SORT_WARPS, order_bytes, order_tiles
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
-from tilewright.engines.hopper.bounds import Bounds, length_kind
+from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import (
@@ -84,10 +84,9 @@ def padded_in_slabs(head_size: int) -> tuple[int, int]:
 def choose_config(spec: AttentionSpec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
     depth, _ = padded_in_slabs(spec.depth)
-    has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
     if depth == 64 and not spec.is_banded and _fits_three(spec.rows):
         return AttentionConfig(warpgroups=3)
-    if depth == 64 and spec.left is None and not has_lengths and spec.rows >= _THREE_FROM:
+    if depth == 64 and spec.left is None and not spec.has_lengths and spec.rows >= _THREE_FROM:
         return AttentionConfig(warpgroups=3, prescale=True)
     if depth == 64:
         return AttentionConfig(stages=3, early=True)
@@ -173,10 +172,8 @@ def plan_with(
         values["order"] = ("*i32", Scratch(0))
     else:
         constants["order"] = None
-    bounds = Bounds(spec.left, spec.right, spec.shifts)
-    has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
-    masks = mask_constants(bounds, spec.keys, config, has_lengths=has_lengths)
-    by_cost = config.by_cost and not spec.ragged_q and cost_grows(bounds, spec.rows, spec.keys)
+    masks = mask_constants(spec, config)
+    by_cost = config.by_cost and not spec.ragged_q and cost_grows(spec)
     names = [name for name in attention_forward.arg_names if name in values]
     kernel = KernelSpec(
         attention_forward,

@@ -8,7 +8,12 @@ from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.engines.hopper.attention_spec import DATA_TYPES
-from tilewright.engines.hopper.bounds import lengths_of, read_bounds
+from tilewright.engines.hopper.declared import (
+    Declared,
+    declared,
+    ports_of,
+    require_countable,
+)
 from tilewright.engines.hopper.operand_rules import (
     require_packed_sink,
     require_same_raggedness,
@@ -30,11 +35,10 @@ _PORTS = frozenset(
 _MAPPED = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
 # What has a row a query is ragged as q is, and what has one a key as k is.
 _PARTNERS = dict.fromkeys(("o", "dO", "stats", "dQ"), "q") | dict.fromkeys(("v", "dK", "dV"), "k")
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class BackwardSpec:
+class BackwardSpec(Declared):
     """One sdpa_backward operation that the kernels take.
 
     Row i sees key j if ``i - left < j <= i + right``. The alignment of the diagonal is in the
@@ -42,28 +46,10 @@ class BackwardSpec:
     is no bound, and a bound that hides nothing at these extents is None.
     """
 
-    ports: Mapping[str, Tensor]
-    batch: int
-    heads_q: int
-    heads_kv: int
-    rows: int
-    keys: int
-    depth: int
-    depth_v: int
     scale: float
-    left: int | None
-    right: int | None
-    shifts: bool
-    lengths_q: Tensor | None
-    lengths_kv: Tensor | None
     ragged_q: bool
     ragged_kv: bool
     is_deterministic: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads a key head."""
-        return self.heads_q // self.heads_kv
 
 
 def read_backward(operation: Operation) -> BackwardSpec:
@@ -74,8 +60,7 @@ def read_backward(operation: Operation) -> BackwardSpec:
     """
     op: Any = operation
     title, extents = op.title(), op.extents()
-    ports = dict(op.inputs)
-    ports |= {name: t for name, t in op.outputs.items() if not t.is_virtual}
+    ports = ports_of(op)
     _check_features(title, op, ports)
     require_same_raggedness(ports, _PARTNERS)
     require_whole_rows(ports, ("q", "k", "v", "dO", "dK", "dV"))
@@ -90,33 +75,19 @@ def read_backward(operation: Operation) -> BackwardSpec:
             f"{title}: {extents.rows} rows and {extents.keys} keys; the kernels take "
             f"{MIN_EXTENT} and more"
         )
-    if extents.batch * extents.heads_q > _INT32_MAX // (2 * extents.rows):
-        raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
-    lengths = lengths_of(ports)
-    has_lengths = any(tensor is not None for tensor in lengths.values())
-    bounds = read_bounds(op, extents.rows, extents.keys, has_lengths=has_lengths)
+    require_countable(op, places_a_row=2)
+    fields = declared(op, ports)
+    has_lengths = any(fields[f"lengths_{side}"] is not None for side in ("q", "kv"))
     is_small = max(extents.depth, extents.depth_v) <= SMALL_HEAD_SIZE
-    if op.use_deterministic_algorithm and is_small and bounds.left is None and not has_lengths:
+    if op.use_deterministic_algorithm and is_small and fields["left"] is None and not has_lengths:
         raise NotSupportedError(
             f"{title}: use_deterministic_algorithm with head sizes {extents.depth} and "
             f"{extents.depth_v}; up to {SMALL_HEAD_SIZE}, without a left bound and lengths, "
             "Triton's kernels are quicker"
         )
     return BackwardSpec(
-        ports=ports,
-        batch=extents.batch,
-        heads_q=extents.heads_q,
-        heads_kv=extents.heads_kv,
-        rows=extents.rows,
-        keys=extents.keys,
-        depth=extents.depth,
-        depth_v=extents.depth_v,
+        **fields,
         scale=1.0 if op.attn_scale is None else float(op.attn_scale),
-        left=bounds.left,
-        right=bounds.right,
-        shifts=bounds.shifts,
-        lengths_q=lengths["q"],
-        lengths_kv=lengths["kv"],
         ragged_q=ports["q"].ragged_offset is not None,
         ragged_kv=ports["k"].ragged_offset is not None,
         is_deterministic=op.use_deterministic_algorithm,

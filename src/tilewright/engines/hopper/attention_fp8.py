@@ -21,7 +21,7 @@ from tilewright.engines.hopper.attention_fp8_spec import (
     read_spec,
 )
 from tilewright.engines.hopper.barriers import FIRST_FREE
-from tilewright.engines.hopper.bounds import Bounds, length_kind
+from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.map_types import map_type
 from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import (
@@ -139,9 +139,7 @@ def plan_with(
     }
     values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
     has_maxima = tuple((f"HAS_{port.upper()}", port in ports) for port in MAXIMA)
-    bounds = Bounds(None, spec.right, spec.shifts)
-    has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
-    masks = mask_constants(bounds, spec.keys, config, has_lengths=has_lengths)
+    masks = mask_constants(spec, config)
     del masks["HAS_LEFT"]
     constants = (
         ("BLOCK_N", config.block_n),
@@ -150,7 +148,7 @@ def plan_with(
         ("WARPGROUPS", config.warpgroups),
         ("STAGES", config.stages),
         ("Q_SLOTS", config.q_slots),
-        ("BY_COST", config.by_cost and cost_grows(bounds, spec.rows, spec.keys)),
+        ("BY_COST", config.by_cost and cost_grows(spec)),
         *masks.items(),
         ("LENGTHS_Q", length_kind(ports, "q")),
         ("LENGTHS_KV", length_kind(ports, "kv")),

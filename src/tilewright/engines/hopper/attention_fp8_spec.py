@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
 from tilewright.engines.hopper.attention_spec import MIN_ROWS
-from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
+from tilewright.engines.hopper.bounds import LENGTHS
+from tilewright.engines.hopper.declared import (
+    Declared,
+    declared,
+    ports_of,
+    require_countable,
+)
 from tilewright.engines.hopper.operand_rules import require_packed_sink
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
@@ -24,35 +30,17 @@ MAXIMA = ("Amax_S", "Amax_O")
 _PORTS = frozenset(
     {"q", "k", "v", "sink_token", "O", "Stats", *SCALES, *MAXIMA, *LENGTHS["q"], *LENGTHS["kv"]}
 )
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class AttentionFp8Spec:
+class AttentionFp8Spec(Declared):
     """One sdpa_fp8 operation that the kernels take.
 
-    The right bound is told as in ``attention_spec.AttentionSpec``.
+    Bounds are told as in ``attention_spec.AttentionSpec``; there is none on the left.
     """
 
-    ports: Mapping[str, Tensor]
-    batch: int
-    heads_q: int
-    heads_kv: int
-    rows: int
-    keys: int
-    depth: int
-    depth_v: int
     scale: float
-    right: int | None
-    shifts: bool
-    lengths_q: Tensor | None
-    lengths_kv: Tensor | None
     stats_log2: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads a key head."""
-        return self.heads_q // self.heads_kv
 
 
 def read_spec(operation: Operation) -> AttentionFp8Spec:
@@ -62,8 +50,7 @@ def read_spec(operation: Operation) -> AttentionFp8Spec:
         NotSupportedError: naming the tensor or the attribute, and what is taken.
     """
     title = operation.title()
-    ports = dict(operation.inputs)
-    ports |= {name: t for name, t in operation.outputs.items() if not t.is_virtual}
+    ports = ports_of(operation)
     _check_features(title, operation, ports)
     _check_operands(title, ports)
     extents = operation.extents()
@@ -76,33 +63,19 @@ def read_spec(operation: Operation) -> AttentionFp8Spec:
         raise NotSupportedError(
             f"{title}: {extents.rows} query rows; the kernels take {MIN_ROWS} and more"
         )
-    if extents.batch * extents.heads_q > _INT32_MAX // max(extents.rows, 1):
-        raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
+    require_countable(operation)
     scale = 1.0 if operation.attn_scale is None else operation.attn_scale
     if not scale > 0:
         raise NotSupportedError(f"{title}: attn_scale is {scale}; the kernels take positive ones")
-    lengths = lengths_of(ports)
-    has_lengths = any(tensor is not None for tensor in lengths.values())
-    bounds = read_bounds(operation, extents.rows, extents.keys, has_lengths=has_lengths)
-    if bounds.left is not None:
+    fields = declared(operation, ports)
+    if fields["left"] is not None:
         raise NotSupportedError(
             f"{title}: the left bound (sliding window) {operation.left_bound} hides keys; the FP8 "
             "kernels take a right bound alone"
         )
     return AttentionFp8Spec(
-        ports=ports,
-        batch=extents.batch,
-        heads_q=extents.heads_q,
-        heads_kv=extents.heads_kv,
-        rows=extents.rows,
-        keys=extents.keys,
-        depth=extents.depth,
-        depth_v=extents.depth_v,
+        **fields,
         scale=float(scale),
-        right=bounds.right,
-        shifts=bounds.shifts,
-        lengths_q=lengths["q"],
-        lengths_kv=lengths["kv"],
         stats_log2=operation.stats_use_log2,
     )
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.soft_cap import SoftCap, read_soft_cap
-from tilewright.engines.hopper.bounds import LENGTHS, lengths_of, read_bounds
+from tilewright.engines.hopper.bounds import LENGTHS
+from tilewright.engines.hopper.declared import (
+    Declared,
+    declared,
+    ports_of,
+    require_countable,
+)
 from tilewright.engines.hopper.operand_rules import (
     require_packed_sink,
     require_same_raggedness,
@@ -31,11 +37,10 @@ _PORTS = frozenset(
     + LENGTHS["q"]
     + LENGTHS["kv"]
 )
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Declared):
     """One sdpa operation that the kernels take.
 
     Row i sees key j if ``i - left < j <= i + right``. The alignment of the diagonal is in the
@@ -44,29 +49,11 @@ class AttentionSpec:
     port "attn_scale" has it.
     """
 
-    ports: Mapping[str, Tensor]
-    batch: int
-    heads_q: int
-    heads_kv: int
-    rows: int
-    keys: int
-    depth: int
-    depth_v: int
     scale: float | None
     soft_cap: SoftCap | None
-    left: int | None
-    right: int | None
-    shifts: bool
-    lengths_q: Tensor | None
-    lengths_kv: Tensor | None
     ragged_q: bool
     ragged_kv: bool
     stats_log2: bool
-
-    @property
-    def is_banded(self) -> bool:
-        """True if a band hides keys."""
-        return self.left is not None or self.right is not None
 
     @property
     def folds_scale(self) -> bool:
@@ -78,11 +65,6 @@ class AttentionSpec:
         """True if k and v are containers of pages."""
         return _TABLES[0] in self.ports
 
-    @property
-    def group(self) -> int:
-        """Query heads a key head."""
-        return self.heads_q // self.heads_kv
-
 
 def read_spec(operation: Operation) -> AttentionSpec:
     """The spec of a validated sdpa operation.
@@ -91,8 +73,7 @@ def read_spec(operation: Operation) -> AttentionSpec:
         NotSupportedError: naming the tensor or the attribute, and what is taken.
     """
     title = operation.title()
-    ports = dict(operation.inputs)
-    ports |= {name: t for name, t in operation.outputs.items() if not t.is_virtual}
+    ports = ports_of(operation)
     _check_features(title, operation, ports)
     extents = operation.extents()
     # q, O and Stats are ragged together, k and v too.
@@ -108,29 +89,13 @@ def read_spec(operation: Operation) -> AttentionSpec:
         raise NotSupportedError(
             f"{title}: {extents.rows} query rows; the kernels take {MIN_ROWS} and more"
         )
-    if extents.batch * extents.heads_q > _INT32_MAX // max(extents.rows, 1):
-        raise NotSupportedError(f"{title}: {extents.batch} x {extents.heads_q} heads are too many")
+    require_countable(operation)
     scale = 1.0 if operation.attn_scale is None else float(operation.attn_scale)
     program = operation.score_mod
-    lengths = lengths_of(ports)
-    has_lengths = any(tensor is not None for tensor in lengths.values())
-    bounds = read_bounds(operation, extents.rows, extents.keys, has_lengths=has_lengths)
     return AttentionSpec(
-        ports=ports,
-        batch=extents.batch,
-        heads_q=extents.heads_q,
-        heads_kv=extents.heads_kv,
-        rows=extents.rows,
-        keys=extents.keys,
-        depth=extents.depth,
-        depth_v=extents.depth_v,
+        **declared(operation, ports),
         scale=None if "attn_scale" in ports else scale,
         soft_cap=None if program is None else read_soft_cap(title, program),
-        left=bounds.left,
-        right=bounds.right,
-        shifts=bounds.shifts,
-        lengths_q=lengths["q"],
-        lengths_kv=lengths["kv"],
         ragged_q=ports["q"].ragged_offset is not None,
         ragged_kv=ports["k"].ragged_offset is not None,
         stats_log2=operation.stats_use_log2,

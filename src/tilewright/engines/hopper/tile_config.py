@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.hopper.bounds import Bounds
+from tilewright.engines.hopper.declared import Declared
 from tilewright.graph.enums import behavior_note, knob_type
 
 WARPGROUP_ROWS = 64
@@ -54,29 +54,27 @@ def with_knobs(config: Config, knobs: Knobs) -> Config:
     )
 
 
-def mask_constants(
-    bounds: Bounds, keys: int, config: TileConfig, *, has_lengths: bool
-) -> dict[str, bool]:
+def mask_constants(spec: Declared, config: TileConfig) -> dict[str, bool]:
     """Which masks exist, and whether blocks after the first can need the one on the right."""
-    has_left, has_right = bounds.left is not None, bounds.right is not None
+    has_left, has_right = spec.left is not None, spec.right is not None
     # Bounds that follow from lengths, or are no multiple of a block, cut several blocks.
     is_aligned = (
-        bounds.right is not None
-        and not bounds.shifts
+        spec.right is not None
+        and not spec.shifts
         and config.block_n % config.block_m == 0
-        and bounds.right % config.block_n == 0
+        and spec.right % config.block_n == 0
     )
-    has_tail = keys % config.block_n != 0 or has_lengths
+    has_tail = spec.keys % config.block_n != 0 or spec.has_lengths
     return {
         "HAS_LEFT": has_left,
         "HAS_RIGHT": has_right,
-        "BOTTOM_RIGHT": bounds.shifts,
+        "BOTTOM_RIGHT": spec.shifts,
         "RIGHT_LOOP": has_right and not is_aligned,
-        "FIRST_MASKED": has_left or has_right or has_tail,
-        "REPAIRS": has_left or has_right,
+        "FIRST_MASKED": spec.is_banded or has_tail,
+        "REPAIRS": spec.is_banded,
     }
 
 
-def cost_grows(bounds: Bounds, rows: int, keys: int) -> bool:
+def cost_grows(spec: Declared) -> bool:
     """True if tiles cost more the later their rows are, as under a causal mask."""
-    return bounds.right is not None and bounds.left is None and rows <= 2 * keys
+    return spec.right is not None and spec.left is None and spec.rows <= 2 * spec.keys
