@@ -159,7 +159,7 @@ def test_types_are_those_of_pytorch(device: str, dtype: torch.dtype) -> None:
                 lambda: functional.scaled_dot_product_attention(q, q, q),
             ),
             "linear": (lambda: ops.linear(x, square), lambda: functional.linear(x, square)),
-            # Of float16 on a GPU PyTorch's RMSNorm kept the type up to 2.11; now it is as the others.
+            # On a GPU PyTorch 2.11 leaves RMSNorm its type; later versions have it as the others.
             "rms_norm": (lambda: ops.rms_norm(x, w), lambda: functional.layer_norm(x, (8,), w)),
             "layer_norm": (
                 lambda: ops.layer_norm(x, w, w),
