@@ -18,6 +18,8 @@ from tilewright.errors import NotSupportedError
 
 NAMESPACE = "tilewright"
 _modes_on_stack = torch._C._len_torch_dispatch_stack
+# Of torch.jit.trace, which writes down each of PyTorch's calls and would keep a plan's numbers.
+_is_written_down = torch._C._is_tracing
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
@@ -25,7 +27,7 @@ def is_traced(*operands: torch.Tensor | None) -> bool:
     """True if a call with these operands must go through its registered operator."""
     # The stack is the thread's own; torch's is_in_torch_dispatch_mode() is one flag for all
     # threads, which two that enter and leave modes at once can leave set.
-    if torch.compiler.is_dynamo_compiling() or _modes_on_stack():
+    if torch.compiler.is_dynamo_compiling() or _modes_on_stack() or _is_written_down():
         return True
     # A loop, which takes a third of the time of any(): this is asked at each eager call.
     for operand in operands:  # noqa: SIM110

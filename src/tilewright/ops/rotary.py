@@ -84,7 +84,7 @@ def rope(
     require_float("x", require_tensor("x", x, 4))
     batch, _, length, depth = x.shape
     width = depth if rotary_dim is None else rotary_dim
-    if not isinstance(width, int):
+    if rotary_dim is not None and not isinstance(width, int):
         raise BindingError(f"rotary_dim: got {width!r}; expected an int")
     if not 0 < width <= depth or width % 2:
         raise BindingError(f"rotary_dim: got {width}; expected an even number from 2 to {depth}")

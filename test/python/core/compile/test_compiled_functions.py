@@ -371,6 +371,27 @@ def test_traces_without_the_compiler() -> None:
         assert (fake.shape, fake.stride(), fake.dtype) == (made.shape, made.stride(), made.dtype)
 
 
+WRITTEN_DOWN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sdpa": lambda x: ops.sdpa(x, x, x, causal=True, seqlens_kv=torch.ones(x.shape[0]).int()),
+    "group_norm": lambda x: ops.group_norm(x, 2),
+    "rope": lambda x: ops.rope(x, torch.ones(x.shape[2], 4), torch.ones(x.shape[2], 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", WRITTEN_DOWN)
+def test_what_jit_writes_down_serves_other_shapes(name: str, generator: torch.Generator) -> None:
+    function = WRITTEN_DOWN[name]
+    given = draw(generator, 2, 4, 5, 8).requires_grad_()
+    written = torch.jit.trace(function, given, check_trace=False)
+    other = draw(generator, 3, 4, 9, 8).requires_grad_()
+    found, expected = written(other), function(other)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(y.square().sum(), other)[0] for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_refusals_of_operators() -> None:
     q, k, v = qkv(torch.Generator().manual_seed(11))
     with FakeTensorMode() as mode, pytest.raises(NotSupportedError, match="stream"):
