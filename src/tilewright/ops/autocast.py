@@ -77,5 +77,6 @@ def _autocast_device(values: Iterable[Any]) -> str | None:
     for value in values:
         if isinstance(value, torch.Tensor):
             device = value.device.type
-            return device if torch.is_autocast_enabled(device) else None
+            has_regions = torch.amp.is_autocast_available(device)
+            return device if has_regions and torch.is_autocast_enabled(device) else None
     return None

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from tilewright import ops
-from tilewright.errors import BindingError
+from tilewright.errors import BindingError, NotSupportedError
 
 pytestmark = pytest.mark.L0
 
@@ -192,11 +192,15 @@ def test_a_region_of_another_device_changes_nothing() -> None:
 
 
 def test_wrong_arguments_are_named_in_a_region_too() -> None:
+    nowhere = torch.ones(1, 1, 2, 4, device="meta")
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         with pytest.raises(BindingError, match="q: got list"):
             ops.sdpa([1.0], torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
         with pytest.raises(BindingError, match=r"q: data type torch\.int32"):
             ops.sdpa(*(torch.ones(1, 1, 2, 4, dtype=torch.int32, device=DEVICE),) * 3)
+        # A type of device that knows no regions.
+        with pytest.raises(NotSupportedError, match="device meta"):
+            ops.sdpa(nowhere, nowhere, nowhere)
         with pytest.raises(TypeError, match="positional"):
             ops.sdpa(*(torch.ones(1, 1, 2, 4, device=DEVICE),) * 4)  # type: ignore[call-arg]
 
