@@ -74,10 +74,16 @@ def create_kernel_cache() -> dict[Any, Any]:
 
 
 def create_device_properties(device: Any = None) -> DeviceProperties:
-    """The properties of ``device`` (default: that of ``create_handle``)."""
+    """The properties of ``device`` (default: that of ``create_handle``).
+
+    Raises:
+        BindingError: if ``device`` is no device, or CUDA's and torch finds none.
+    """
     from tilewright.launch import handles
 
-    return device_properties(handles.default_device() if device is None else device)
+    return device_properties(
+        handles.default_device() if device is None else handles.as_device(device)
+    )
 
 
 def jit(

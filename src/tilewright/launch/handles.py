@@ -42,17 +42,36 @@ def default_device() -> torch.device:
 
 
 def create_handle(device: Any = None) -> Handle:
-    """A handle on ``device`` (anything torch.device takes; default: see ``default_device``)."""
-    if device is None:
-        return Handle(default_device())
-    chosen = torch.device(device)
+    """A handle on ``device`` (anything torch.device takes; default: see ``default_device``).
+
+    Raises:
+        BindingError: if ``device`` is no device, or CUDA's and torch finds none.
+    """
+    return Handle(default_device() if device is None else as_device(device))
+
+
+def as_device(device: Any) -> torch.device:
+    """``device`` as torch's, the current one of CUDA's where no index is given.
+
+    Raises:
+        BindingError: if it is no device, or CUDA's and torch finds none.
+    """
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BindingError(
+            f"device: got {device!r}; expected what torch.device takes, such as 'cpu' or 'cuda:0'"
+        ) from error
     if chosen.type == "cuda" and chosen.index is None:
+        if not torch.cuda.is_available():
+            raise BindingError(f"device: got {device!r}, and torch finds no CUDA device")
         chosen = torch.device("cuda", torch.cuda.current_device())
-    return Handle(chosen)
+    return chosen
 
 
 def destroy_handle(handle: Handle) -> None:
     """Mark the handle as gone; a later use raises BindingError."""
+    _require_handle(handle)
     handle.is_alive = False
     vars(handle).pop("stream", None)
 
@@ -73,9 +92,13 @@ def as_stream_pointer(stream: Any) -> int | None:
     """A stream as the int that the driver knows.
 
     Raises:
-        BindingError: if ``stream`` is no int, no torch stream and not None.
+        BindingError: if ``stream`` is no int that an address can be, no torch stream and not None.
     """
-    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+    if stream is None:
+        return None
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        if not 0 <= stream < 2**64:
+            raise BindingError(f"stream: got {stream}; expected an address from 0 to 2**64 - 1")
         return stream
     pointer = getattr(stream, "cuda_stream", None)
     if isinstance(pointer, int):
@@ -84,7 +107,11 @@ def as_stream_pointer(stream: Any) -> int | None:
 
 
 def _require_alive(handle: Handle) -> None:
-    if not isinstance(handle, Handle):
-        raise BindingError(f"handle: got {type(handle).__name__}; expected a Handle")
+    _require_handle(handle)
     if not handle.is_alive:
         raise BindingError("handle: it was destroyed")
+
+
+def _require_handle(handle: Handle) -> None:
+    if not isinstance(handle, Handle):
+        raise BindingError(f"handle: got {type(handle).__name__}; expected a Handle")

@@ -51,8 +51,11 @@ class CallableGraph(PlanSelection):
         """Fix the order of a call's inputs and of its results, by tensor or canonical name.
 
         Raises:
-            GraphError: for a name that the graph does not have.
+            GraphError: for what is no list of names, or a name that the graph does not have.
         """
+        for given in (inputs, outputs):
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise GraphError(f"set_io_tuples: got {given!r}; expected a list of tensors' names")
         names = tuple(inputs), tuple(outputs)
         for name in (*names[0], *names[1]):
             self.tensor_named(name)
@@ -64,6 +67,8 @@ class CallableGraph(PlanSelection):
         Raises:
             GraphError: if no tensor or several have the name.
         """
+        if not isinstance(name, str):
+            raise GraphError(f"graph {self.name!r}: got {name!r}; expected a tensor's name")
         found = {id(t): t for t in self.tensors if t.name == name}
         operation_name, _, port = name.rpartition("::")
         for operation in walk(self.operations):

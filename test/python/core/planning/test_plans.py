@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -397,6 +398,28 @@ def test_module_functions_of_the_vocabulary() -> None:
     assert built_count == 5, "the least recently used entry was dropped"
 
 
+WRONG_HANDLES: dict[str, Callable[[], Any]] = {
+    "device: got 'sm_90'; expected what torch.device takes": lambda: tw.create_handle("sm_90"),
+    "device: got 'gpu'; expected what": lambda: tw.create_device_properties("gpu"),
+    "handle: got str; expected a Handle": lambda: tw.destroy_handle("cpu"),
+    "stream: got -1; expected an address": lambda: tw.set_stream(tw.create_handle("cpu"), -1),
+    f"stream: got {2**64}; expected": lambda: tw.set_stream(tw.create_handle("cpu"), 2**64),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_HANDLES)
+def test_wrong_devices_and_streams_are_named(message: str) -> None:
+    with pytest.raises(tw.BindingError) as caught:
+        WRONG_HANDLES[message]()
+    assert message in str(caught.value)
+
+
+def test_a_handle_on_cuda_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(tw.BindingError, match="device: got 'cuda', and torch finds no CUDA device"):
+        tw.create_handle("cuda")
+
+
 def test_a_graph_is_a_context_manager_and_a_function() -> None:
     image, weight = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3)
     with tw.Graph(io_data_type="float32", intermediate_data_type="float32") as graph:
@@ -410,6 +433,11 @@ def test_a_graph_is_a_context_manager_and_a_function() -> None:
         graph(weight)
     with pytest.raises(tw.GraphError, match="no tensor named 'nope'"):
         graph.set_io_tuples(["nope"], [])
+    for names in (None, "result", [3]):
+        with pytest.raises(
+            tw.GraphError, match=r"expected a (list of tensors' names|tensor's name)"
+        ):
+            graph.set_io_tuples(names, [])
 
 
 def test_methods_of_the_vocabulary_that_are_not_served_decline() -> None:
