@@ -11,15 +11,13 @@ from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
     KernelPlan,
     PlannedKernel,
-    operand,
-    pointer_type,
     slot_numbers,
 )
 from tilewright.engines.hopper.attention_kernel import attention_forward
 from tilewright.engines.hopper.attention_order import SORT_WARPS, order_bytes, order_tiles
 from tilewright.engines.hopper.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.hopper.bounds import length_kind
-from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.forward_values import Values, add_pointer, forward_values
 from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import (
     WARPGROUP_ROWS,
@@ -31,10 +29,8 @@ from tilewright.engines.hopper.tile_config import (
 )
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant, HostScalar, Scratch
-from tilewright.launch.tensor_maps import tensor_map
+from tilewright.launch.prepared import Constant, HostScalar, Scratch
 
-_ITEM_BYTES = 2
 # Packed tiles are ordered if there are this many for a multiprocessor, or more, and not too many to
 # sort in a moment.
 _ORDERED_FROM, _ORDERED_TO = 32, 65536
@@ -136,37 +132,8 @@ def plan_with(
         "O": (WARPGROUP_ROWS, depth_v // max(config.out_parts, 1)),
     }
     tiles = -(-spec.rows // config.block_m)
-    heads = spec.batch * spec.heads_q
-    values: dict[str, tuple[str, Argument]] = {}
-    for port, width in widths.items():
-        box = (1, 1, *width)
-        # A row of a slab is swizzled as a whole, or in pieces of 128 bytes.
-        swizzle_bytes = min(128, width[1] * _ITEM_BYTES)
-        made = tensor_map(ports[port], slots[ports[port].uid], box, swizzle_bytes)
-        values[f"{port.lower()}_map"] = (map_type(ports[port], box), made)
-    # Absent operands keep their place; q stands in, and the kernel does not look at it.
-    for port in ("q", "k", "v", "O", "Stats"):
-        _add_operand(values, port.lower(), ports.get(port), ports["q"], slots)
-    _add_pointer(values, "sink", ports.get("sink_token") or ports["q"], slots)
-    lengths = {"lengths_q": spec.lengths_q, "lengths_kv": spec.lengths_kv}
-    for name, tensor in lengths.items():
-        _add_pointer(values, name, ports["q"] if tensor is None else tensor, slots)
-        step = 0 if tensor is None else tensor.stride[0]
-        values[f"{name}_step"] = ("i64", Constant(step))
+    values = forward_values(spec, widths, tiles, slots)
     constants = _add_pages(values, spec, slots) | _add_scores(values, spec, slots)
-    integers = {
-        "rows": spec.rows,
-        "keys": spec.keys,
-        "depth": spec.depth,
-        "depth_v": spec.depth_v,
-        "left": spec.left or 0,
-        "right": spec.right or 0,
-        "tiles": tiles,
-        "heads": heads,
-        "heads_q": spec.heads_q,
-        "group": spec.group,
-    }
-    values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
     order = _order_kernel(spec, config, tiles, values, sm_count)
     if order is not None:
         values["order"] = ("*i32", Scratch(0))
@@ -210,36 +177,11 @@ def plan_with(
         warps=4,
         max_registers=_ENTRY_REGISTERS[config.warpgroups],
     )
-    grid = (min(sm_count, tiles * heads), 1, 1)
+    grid = (min(sm_count, tiles * spec.batch * spec.heads_q), 1, 1)
     main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))
     if order is None:
         return KernelPlan((main,))
     return KernelPlan((order, main), (("order", order_bytes(spec.batch, tiles, spec.heads_q)),))
-
-
-Values = dict[str, tuple[str, Argument]]
-
-
-def _add_pointer(values: Values, name: str, tensor: Tensor, slots: Mapping[int, int]) -> None:
-    values[name] = (pointer_type(tensor), operand(slots, tensor))
-
-
-def _add_operand(
-    values: Values, name: str, tensor: Tensor | None, stand_in: Tensor, slots: Mapping[int, int]
-) -> None:
-    """An operand's pointer, steps, and where its sequences start."""
-    given = stand_in if tensor is None else tensor
-    _add_pointer(values, f"{name}_pointer", given, slots)
-    for axis, suffix in enumerate(("batch", "head", "row")):
-        values[f"{name}_{suffix}"] = ("i64", Constant(given.stride[axis]))
-    starts = None if tensor is None else tensor.ragged_offset
-    _add_pointer(values, f"{name}_starts", given if starts is None else starts, slots)
-    values[f"{name}_starts_step"] = ("i64", Constant(0 if starts is None else starts.stride[0]))
-    # Starts count rows; those of Stats, which no tensor map moves, elements.
-    unit = given.ragged_offset_multiplier
-    if name != "stats":
-        unit //= max(given.stride[2], 1)
-    values[f"{name}_unit"] = ("i64", Constant(0 if starts is None else unit))
 
 
 def _add_pages(
@@ -251,7 +193,7 @@ def _add_pages(
         return {"PAGED": False} | {f"{side}_{name}": None for side in "kv" for name in names}
     for side in "kv":
         table = spec.ports[f"paged_attention_{side}_table"]
-        _add_pointer(values, f"{side}_table", table, slots)
+        add_pointer(values, f"{side}_table", table, slots)
         values[f"{side}_table_batch"] = ("i64", Constant(table.stride[0]))
         values[f"{side}_table_entry"] = ("i64", Constant(table.stride[2]))
         values[f"{side}_page"] = ("i32", Constant(spec.ports[side].dim[2]))
@@ -287,7 +229,7 @@ def _add_number(values: Values, name: str, tensor: Tensor, slots: Mapping[int, i
     if tensor.is_pass_by_value:
         values[name] = ("fp32", HostScalar(slots[tensor.uid], tensor.value))
     else:
-        _add_pointer(values, name, tensor, slots)
+        add_pointer(values, name, tensor, slots)
 
 
 def _order_kernel(

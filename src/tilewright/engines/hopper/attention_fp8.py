@@ -10,7 +10,6 @@ from tilewright.engines.compiled.planned import (
     KernelPlan,
     PlannedKernel,
     operand,
-    pointer_type,
     slot_numbers,
 )
 from tilewright.engines.hopper.attention_fp8_kernel import attention_fp8_forward, clear_amax
@@ -22,7 +21,7 @@ from tilewright.engines.hopper.attention_fp8_spec import (
 )
 from tilewright.engines.hopper.barriers import FIRST_FREE
 from tilewright.engines.hopper.bounds import length_kind
-from tilewright.engines.hopper.map_types import map_type
+from tilewright.engines.hopper.forward_values import add_pointer, forward_values
 from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import (
     WARPGROUP_ROWS,
@@ -34,9 +33,7 @@ from tilewright.engines.hopper.tile_config import (
 )
 from tilewright.errors import NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant
-from tilewright.launch.tensor_maps import tensor_map
+from tilewright.launch.prepared import Constant
 
 _SLAB = 64
 # Named barriers of a program.
@@ -100,44 +97,13 @@ def plan_with(
         "O": (WARPGROUP_ROWS, depth_v),
     }
     tiles = -(-spec.rows // config.block_m)
-    heads = spec.batch * spec.heads_q
-    values: dict[str, tuple[str, Argument]] = {}
-    for port, width in widths.items():
-        box = (1, 1, *width)
-        swizzle_bytes = min(128, width[1] * ports[port].data_type.bits // 8)
-        made = tensor_map(ports[port], slots[ports[port].uid], box, swizzle_bytes)
-        values[f"{port.lower()}_map"] = (map_type(ports[port], box), made)
-    # Absent operands keep their place; q stands in, and the kernel does not look at it.
-    for port in ("q", "k", "v", "O", "Stats"):
-        given = ports.get(port, ports["q"])
-        name = port.lower()
-        values[f"{name}_pointer"] = (pointer_type(given), operand(slots, given))
-        for axis, suffix in enumerate(("batch", "head", "row")):
-            values[f"{name}_{suffix}"] = ("i64", Constant(given.stride[axis]))
-    lengths = {"lengths_q": spec.lengths_q, "lengths_kv": spec.lengths_kv}
-    pointers: dict[str, Tensor | None] = {"sink": ports.get("sink_token"), **lengths}
-    pointers |= {name: ports[name] for name in SCALES}
-    for name, tensor in pointers.items():
-        given = ports["q"] if tensor is None else tensor
-        values[name] = (pointer_type(given), operand(slots, given))
-    for name, tensor in lengths.items():
-        values[f"{name}_step"] = ("i64", Constant(0 if tensor is None else tensor.stride[0]))
+    values = forward_values(spec, widths, tiles, slots)
+    for name in SCALES:
+        add_pointer(values, name, ports[name], slots)
     for port in MAXIMA:
         # Floats that are not negative are ordered as integers, and NaN is above them.
         values[port.lower()] = ("*i32", operand(slots, ports.get(port, ports["q"])))
     values["scale"] = ("fp32", Constant(spec.scale))
-    integers = {
-        "rows": spec.rows,
-        "keys": spec.keys,
-        "depth": spec.depth,
-        "depth_v": spec.depth_v,
-        "right": spec.right or 0,
-        "tiles": tiles,
-        "heads": heads,
-        "heads_q": spec.heads_q,
-        "group": spec.group,
-    }
-    values |= {name: ("i32", Constant(value)) for name, value in integers.items()}
     has_maxima = tuple((f"HAS_{port.upper()}", port in ports) for port in MAXIMA)
     masks = mask_constants(spec, config)
     del masks["HAS_LEFT"]
@@ -167,7 +133,7 @@ def plan_with(
         warps=4,
         max_registers=_ENTRY_REGISTERS[config.warpgroups],
     )
-    grid = (min(sm_count, tiles * heads), 1, 1)
+    grid = (min(sm_count, tiles * spec.batch * spec.heads_q), 1, 1)
     main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))
     if not any(given for _, given in has_maxima):
         return KernelPlan((main,))
