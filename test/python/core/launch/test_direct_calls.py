@@ -59,6 +59,17 @@ def norm_plan(
     return KernelPlan((make_kernel(number, arguments),), **options)
 
 
+@pytest.fixture
+def norm(build: Any, make_kernel: Any) -> Callable[..., Any]:
+    """Return a function (*device) that builds the plan of ``norm_plan``."""
+
+    def built(*device: str) -> Any:
+        graph = norm_graph()
+        return build(graph, norm_plan(make_kernel, graph), *device)
+
+    return built
+
+
 def operands() -> dict[str, torch.Tensor]:
     shapes = {"x": (ROWS, WIDTH), "scale": (1, WIDTH), "y": (ROWS, WIDTH)}
     return {name: aligned(torch.rand(shape)) for name, shape in shapes.items()}
@@ -92,11 +103,8 @@ def outcome(fake: Any, run: Callable[[], Any]) -> Any:
     return fake.take()
 
 
-def test_one_call_fills_and_launches_as_declared(
-    fake_driver: Any, build: Any, make_kernel: Any
-) -> None:
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+def test_one_call_fills_and_launches_as_declared(fake_driver: Any, norm: Any) -> None:
+    built = norm()
     pack = operands()
     built.execute(pack)
     (first,) = fake_driver.take()
@@ -186,12 +194,9 @@ def test_a_key_that_only_equals_a_uid_is_refused(
                         call(other)
 
 
-def test_a_missing_operand_is_never_filled_in(
-    fake_driver: Any, build: Any, make_kernel: Any
-) -> None:
+def test_a_missing_operand_is_never_filled_in(fake_driver: Any, norm: Any) -> None:
     # A default dictionary would hand one out.
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+    built = norm()
     pack = operands()
     built.execute(pack)
     del pack["scale"]
@@ -280,12 +285,9 @@ def test_both_ways_agree_on_whatever_comes(
     assert min(seen.values()) > STEPS // 50, seen
 
 
-def test_frames_of_the_short_way_share_no_block(
-    fake_driver: Any, build: Any, make_kernel: Any
-) -> None:
+def test_frames_of_the_short_way_share_no_block(fake_driver: Any, norm: Any) -> None:
     # L10: each frame keeps its own operands, whatever is bound or executed meanwhile.
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+    built = norm()
     packs = [operands() for _ in range(3)]
     frames = [built.bind(pack) for pack in packs]
     assert all(built._direct.bind(pack, None) is not None for pack in packs)
@@ -349,10 +351,9 @@ def test_several_kernels_and_their_workspace(
 
 
 def test_a_refusal_by_the_driver_is_told_and_the_next_call_is_right(
-    fake_driver: Any, build: Any, make_kernel: Any
+    fake_driver: Any, norm: Any
 ) -> None:
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+    built = norm()
     pack = operands()
     built.execute(pack)
     (wanted,) = fake_driver.take()
@@ -364,11 +365,8 @@ def test_a_refusal_by_the_driver_is_told_and_the_next_call_is_right(
         assert fake_driver.take() == [wanted]
 
 
-def test_a_thread_without_a_context_gets_one(
-    fake_driver: Any, build: Any, make_kernel: Any
-) -> None:
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+def test_a_thread_without_a_context_gets_one(fake_driver: Any, norm: Any) -> None:
+    built = norm()
     pack = operands()
     frame = built.bind(pack)
     for run in (lambda: built.execute(pack), frame.launch):
@@ -379,7 +377,7 @@ def test_a_thread_without_a_context_gets_one(
 
 
 def test_calls_inside_a_call_share_no_block(
-    fake_driver: Any, build: Any, make_kernel: Any, monkeypatch: pytest.MonkeyPatch
+    fake_driver: Any, norm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # L10: while one call is at the driver, another thread binds and launches other buffers.
     from tilewright.launch import driver_launch
@@ -394,8 +392,7 @@ def test_calls_inside_a_call_share_no_block(
         return fake_driver.launch(config, function, parameters, extra)
 
     monkeypatch.setattr(driver_launch, "launch_function", lambda: launch)
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+    built = norm()
     built.execute(packs[0])
     inner, outer = fake_driver.take()
     assert inner.parameters[:8] == struct.pack("<Q", packs[1]["x"].data_ptr())
@@ -403,10 +400,9 @@ def test_calls_inside_a_call_share_no_block(
 
 
 def test_the_short_way_leaves_another_current_device_to_the_binder(
-    fake_driver: Any, build: Any, make_kernel: Any
+    fake_driver: Any, norm: Any
 ) -> None:
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph))
+    built = norm()
     pack = operands()
     built.execute(pack)
     fake_driver.device = 2
@@ -433,12 +429,9 @@ def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return made
 
 
-def test_work_goes_to_the_operands_device_and_its_stream(
-    fake_driver: Any, build: Any, make_kernel: Any
-) -> None:
+def test_work_goes_to_the_operands_device_and_its_stream(fake_driver: Any, norm: Any) -> None:
     # L8, B13: whatever is current before is so again, after a failure too.
-    graph = norm_graph()
-    built = build(graph, norm_plan(make_kernel, graph), "cuda:1")
+    built = norm("cuda:1")
     pack = {name: on_device(t, 1) for name, t in operands().items()}
     frame = built.bind(pack)
     for current in (0, 1, 2):
