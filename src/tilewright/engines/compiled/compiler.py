@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from typing import Any
 
 from tilewright.artifact.code import KernelCode
@@ -12,6 +14,8 @@ from tilewright.records import record
 # Targets that every kernel is compiled for in the tests.
 TARGETS: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0), (12, 0))
 WARP_THREADS = 32
+# Held while Triton's settings tell another folder than the process's own.
+_setting = threading.Lock()
 POINTER_ALIGNMENT_BYTES = 16
 
 
@@ -70,7 +74,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
         options["maxnreg"] = spec.max_registers
     target = GPUTarget("cuda", major * 10 + minor, WARP_THREADS)
     try:
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = _compiled(source, target, options)
     except Exception as error:
         # Its assembler's words; there is no list of targets to ask beforehand.
         if "not defined for option 'gpu-name'" not in str(error):
@@ -90,6 +94,24 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
         metadata.shared,
         compute_capability,
     )
+
+
+def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
+    """What Triton makes of ``source``, whether or not there is a place for a cache of its own."""
+    import triton
+
+    try:
+        return triton.compile(source, target=target, options=options)
+    except OSError:
+        # Its files go below the home directory, which may be read-only, full, or not there.
+        # Nothing of what it keeps there is wanted here.
+        with (
+            tempfile.TemporaryDirectory(prefix="tilewright-") as folder,
+            _setting,
+            triton.knobs.cache.scope(),
+        ):
+            triton.knobs.cache.dir = folder
+            return triton.compile(source, target=target, options=options)
 
 
 def _source_class(function: Any) -> Any:

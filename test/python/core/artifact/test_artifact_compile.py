@@ -72,6 +72,18 @@ def test_another_process_finds_what_one_compiled(
     assert found["kernels"] == made["kernels"] and not (tmp_path / "no").exists()
 
 
+@pytest.mark.L0
+def test_triton_needs_no_cache_of_its_own(
+    tilewright: Callable[..., tuple[int, str, str]], graph_file: Path, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "file"
+    nowhere.touch()
+    arguments = ("compile", graph_file, "--target", "sm_90", "--json")
+    code, out, error = tilewright(*arguments, TRITON_CACHE_DIR=str(nowhere / "cache"))
+    assert code == 0, error
+    assert json.loads(out)["compiled"] == 2
+
+
 @pytest.fixture
 def tilewright_at_once(
     child_environment: dict[str, str], graph_file: Path
