@@ -220,5 +220,8 @@ def attention_backward_rows(
     d_q_at += depth * d_q_col
     # Rows beyond a sequence get zeros where they have a place of their own.
     own = (row < (rows if d_q_offsets is None else count_q))[:, None]
-    acc_q = (acc_q * scale).to(d_q.dtype.element_ty)
-    tl.store(d_q_at, acc_q, mask=own & (depth < DEPTH))
+    acc_q *= scale
+    if len_q is not None and d_q_offsets is None:
+        # Beyond the sequence a row's 0 times a key that is not finite is NaN.
+        acc_q = tl.where(inside, acc_q, 0.0)
+    tl.store(d_q_at, acc_q.to(d_q.dtype.element_ty), mask=own & (depth < DEPTH))

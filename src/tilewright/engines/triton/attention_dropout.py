@@ -33,7 +33,9 @@ def attention_draws(
         kept = philox_keep(line[:, None], col[None, :], keys, seed_value, offset_value, THRESHOLD)
         inside = (line < lines)[:, None] & (col < keys)[None, :]
         pointers = at[:, None] + col.to(tl.int64)[None, :] * dump_col
-        tl.store(pointers, kept.to(dump.dtype.element_ty), mask=inside)
+        # By float32: interpreted, bfloat16 made of a truth value would be its bits.
+        kept = kept.to(tl.float32).to(dump.dtype.element_ty)
+        tl.store(pointers, kept, mask=inside)
 
 
 def draws_kernel(spec: AttentionSpec, slots: Mapping[int, int]) -> PlannedKernel:

@@ -70,6 +70,23 @@ def test_cases_that_broke_others(case: Case) -> None:
     Declared(case, DEVICE).run(execute)
 
 
+def test_draws_are_the_same_in_every_type() -> None:
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        graph = tw.Graph(io_data_type="bfloat16", handle=tw.create_handle(DEVICE))
+        q = torch.ones(2, 3, 7, 16, dtype=torch.bfloat16, device=DEVICE)
+        numbers = [torch.full((1, 1, 1, 1), n, device=DEVICE) for n in (5, -3)]
+        o, draws = torch.empty_like(q), torch.empty(2, 3, 7, 7, dtype=dtype, device=DEVICE)
+        inputs = [graph.tensor_like(t) for t in (q, *numbers)]
+        stored = graph.tensor_like(draws).set_output(True)
+        made, _ = graph.sdpa(*[inputs[0]] * 3, dropout=(0.5, *inputs[1:]), rng_dump=stored)
+        made.set_output(True)
+        execute(graph, dict(zip([*inputs, stored, made], [q, *numbers, draws, o], strict=True)))
+        found[dtype] = draws.float()
+    assert set(found[torch.float32].unique().tolist()) == {0.0, 1.0}
+    assert all(torch.equal(draws, found[torch.float32]) for draws in found.values())
+
+
 # Few queries: their keys are dealt out over programs, and the sums combined.
 SPLIT = [
     Case(rows=1, keys=300, heads=(4, 2), lengths="lengths", stats="log2", batch=2),

@@ -16,6 +16,23 @@ HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
+@pytest.mark.parametrize("operand", ["k", "v"])
+def test_rows_beyond_a_sequence_take_nothing_of_a_key_that_is_not_finite(operand: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, h, 40, 16, generator=generator) for h in (2, 1, 1))
+    {"k": k, "v": v}[operand][:, :, 0, 0] = torch.nan
+    given = [t.to(DEVICE).requires_grad_() for t in (q, k, v)]
+    lengths = torch.tensor([1, 23], device=DEVICE)
+    o = ops.sdpa(*given, seqlens_q=lengths, engine="triton")
+    o.sum().backward()
+    d_q = given[0].grad
+    assert d_q is not None
+    for sequence, length in enumerate(lengths.tolist()):
+        for made in (o, d_q):
+            beyond = made[sequence, :, length:]
+            assert torch.equal(beyond, torch.zeros_like(beyond))
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "keys"),
     # Few queries are another kernel's, which deals the keys out.
