@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,12 @@ _DRAFT_NAME = r"\.[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{16}\.tmp"
 _DRAFT_LIFE_S = 3600.0
 # Room is made for more than one entry at a time.
 _FILL_AFTER_REMOVAL = 0.9
+# A process that saw so much room left writes one part in so many of it before it looks again, so
+# that as many processes at once do not fill more. Looking takes time for every file that is there.
+_WRITERS_AT_ONCE = 64
+# By folder and limit: bytes that this process may write before it looks.
+_unseen: dict[tuple[Path, int], int] = {}
+_lock = threading.Lock()
 
 
 @record(frozen=True)
@@ -140,7 +147,7 @@ class Store:
             count_write_failure(reason)
         else:
             count("record_writes")
-            self._make_room(path)
+            self._make_room(path, len(data))
         return reason
 
     def save(self, key: KernelKey, code: KernelCode, manifest: Mapping[str, str]) -> str:
@@ -154,7 +161,7 @@ class Store:
             count_write_failure(reason)
         else:
             count("writes")
-            self._make_room(self.path_of(key))
+            self._make_room(self.path_of(key), len(data))
         return reason
 
     def files(self) -> list[StoredFile]:
@@ -229,15 +236,30 @@ class Store:
             return _name_of(error)
         return ""
 
-    def _make_room(self, kept: Path) -> None:
-        """Remove abandoned drafts, then the least recently used entries if there are too many."""
+    def _make_room(self, kept: Path, written_bytes: int) -> None:
+        """Remove abandoned drafts, then the least recently used entries if there are too many.
+
+        While there was much room when this process last looked, it does not look again.
+        """
+        place = (self.folder, self.max_bytes)
+        with _lock:
+            left = _unseen.get(place, 0) - written_bytes
+            _unseen[place] = left
+        if left >= 0:
+            return
+        total = self._removed_to_fit(kept)
+        with _lock:
+            _unseen[place] = max(self.max_bytes - total, 0) // _WRITERS_AT_ONCE
+
+    def _removed_to_fit(self, kept: Path) -> int:
+        """Bytes that are there after what had to go is gone."""
         files = self.files()
         oldest_ns = time.time_ns() - int(_DRAFT_LIFE_S * 1e9)
         self.remove([file for file in files if file.is_draft and file.used_ns < oldest_ns])
         entries = [file for file in files if not file.is_draft]
         total = sum(file.size_bytes for file in entries)
         if total <= self.max_bytes:
-            return
+            return total
         going = []
         for file in entries:
             if total <= self.max_bytes * _FILL_AFTER_REMOVAL:
@@ -246,6 +268,7 @@ class Store:
                 going.append(file)
                 total -= file.size_bytes
         count("removals", self.remove(going))
+        return total
 
 
 def read_entry(path: Path) -> Entry:

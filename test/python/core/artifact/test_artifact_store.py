@@ -19,7 +19,7 @@ from tilewright.artifact.code import KernelCode
 from tilewright.artifact.entry import FORMAT_VERSION, HEAD_BYTES, Entry, decode, encode
 from tilewright.artifact.key import KernelKey
 from tilewright.artifact.location import DEFAULT_MAX_BYTES, cache_folder
-from tilewright.artifact.store import Store
+from tilewright.artifact.store import Store, StoredFile
 from tilewright.errors import LaunchError
 
 pytestmark = pytest.mark.L0
@@ -215,6 +215,29 @@ def test_the_least_recently_used_go_first(
     assert kept == {0, *range(3, 11)}
     assert counters().removals == 2
     assert sum(file.size_bytes for file in store.files()) <= bounded.max_bytes
+
+
+def test_room_is_looked_for_when_it_may_be_short(
+    store: Store, make_key: MakeKey, make_code: MakeCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not at every write: each look takes time for every file that is there.
+    looks: list[Store] = []
+    every = Store.files
+
+    def noted(self: Store) -> list[StoredFile]:
+        looks.append(self)
+        return every(self)
+
+    monkeypatch.setattr(Store, "files", noted)
+    roomy, keys = Store(store.folder, 2**30), keys_of(make_key, 40)
+    for key in keys:
+        assert roomy.save(key, make_code(size=1000), MANIFEST) == ""
+    assert len(looks) == 1
+    size = roomy.path_of(keys[0]).stat().st_size
+    short = Store(store.folder, 41 * size)
+    for key in keys_of(make_key, 50)[40:]:
+        assert short.save(key, make_code(size=1000), MANIFEST) == ""
+        assert sum(file.size_bytes for file in every(store)) <= short.max_bytes
 
 
 def test_an_entry_that_cannot_fit_removes_nothing(
