@@ -557,6 +557,8 @@ CASES: tuple[Case, ...] = (
         (
             f"{SDPA}::test_gate_describes_the_output_and_not_the_statistics",
             f"{P}/sdpa/triton/test_triton_attention_functions.py::test_a_gate_is_one_kernel_behind",
+            f"{P}/sdpa/triton/test_triton_attention_gate.py",
+            f"{P}/sdpa/triton/test_triton_attention_gate_pairs.py",
         ),
     ),
     Case(

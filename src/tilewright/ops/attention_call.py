@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,56 +12,88 @@ from tilewright.graph.tensor import strides_in_order_of
 from tilewright.ops.attention_declaring import (
     declare_inputs,
     declare_operand,
+    gated_output,
     set_output_like,
     shared_arguments,
+    stepped,
     total_lengths,
 )
 from tilewright.ops.attention_records import Call
 from tilewright.ops.declaring import alignment_of
-from tilewright.ops.plan_cache import Operands, operands_key, run
+from tilewright.ops.gating import gated
+from tilewright.ops.plan_cache import Operands, operands_key, run, takes_together
 
 
 def attention_forward(
-    call: Call, out: torch.Tensor | None, *, want_stats: bool
+    call: Call, out: torch.Tensor | None, *, want_stats: bool, gate: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(O, Stats or None). Packed outputs are filled beyond the last sequence: 0 and -inf."""
+    """(O, Stats or None). Packed outputs are filled beyond the last sequence: 0 and -inf.
+
+    O times sigmoid(gate) if there is a ``gate``, which shares no storage with ``out``: by the
+    kernel of attention, where the engine that would run attention alone has one that does.
+    """
     o = empty_output(call) if out is None else out
     outputs = {"o": o}
     stats = None
     if want_stats:
         stats = empty_stats(call)
         outputs["stats"] = stats
+    if gate is None:
+        _run_forward(call, call.operands, outputs)
+        return o, stats
+    inputs = {**call.operands, "gate": stepped(gate)}
+    whole, part = (_declaring(call, operands, outputs) for operands in (inputs, call.operands))
+    key = _forward_key(call, inputs, outputs)
+    if takes_together("sdpa", key, whole, part, call.device, call.engine):
+        _run_forward(call, inputs, outputs)
+        return o, stats
+    # Here the gate is read after O is written.
+    outputs["o"] = o if out is None else empty_output(call)
+    _run_forward(call, call.operands, outputs)
+    return gated(outputs["o"], gate, out), stats
+
+
+def _forward_key(call: Call, inputs: Operands, outputs: Operands) -> Hashable:
+    return (call.options, _key(inputs), _key(outputs))
+
+
+def _declaring(call: Call, inputs: Operands, outputs: Operands) -> Callable[[DeclaredGraph], None]:
+    """How the graph is declared; its O is multiplied by the gate that is among ``inputs``."""
 
     def declare(graph: DeclaredGraph) -> None:
-        declared = declare_inputs(graph, call, call.operands)
-        made = graph.sdpa(
+        declared = declare_inputs(graph, call, inputs)
+        o, stats = graph.sdpa(
             declared["q"],
             declared["k"],
             declared["v"],
-            generate_stats=want_stats,
+            generate_stats="stats" in outputs,
             paged_attention_k_table=declared.get("k_table"),
             paged_attention_v_table=declared.get("v_table"),
             paged_attention_max_seq_len_kv=call.options.max_kv if "k_table" in declared else None,
             **total_lengths(call),
             **shared_arguments(call.options, declared),
         )
-        set_output_like(made[0], "o", o, call, declared)
-        if stats is not None:
-            set_output_like(made[1], "stats", stats, call, declared)
+        if "gate" in inputs:
+            o = gated_output(graph, o, outputs["o"], call, declared)
+        set_output_like(o, "o", outputs["o"], call, declared)
+        if "stats" in outputs:
+            set_output_like(stats, "stats", outputs["stats"], call, declared)
 
-    key = (call.options, _key(call.operands), _key(outputs))
+    return declare
+
+
+def _run_forward(call: Call, inputs: Operands, outputs: Operands) -> None:
     run(
         "sdpa",
-        key,
-        declare,
-        call.operands,
+        _forward_key(call, inputs, outputs),
+        _declaring(call, inputs, outputs),
+        inputs,
         outputs,
         device=call.device,
         engine=call.engine,
         stream=call.stream,
-        fill=o.zero_ if call.is_packed else None,
+        fill=outputs["o"].zero_ if call.is_packed else None,
     )
-    return o, stats
 
 
 def attention_backward(

@@ -17,7 +17,7 @@ from tilewright.ops.declaring import alignment_of
 from tilewright.ops.plan_cache import Operands
 
 # Packed operands (T, H, D) and the prefix sums that say where each sequence starts.
-_PACKED = {"q": "cu_q", "o": "cu_q", "do": "cu_q", "dq": "cu_q", "stats": "cu_q"}
+_PACKED = {"q": "cu_q", "o": "cu_q", "do": "cu_q", "dq": "cu_q", "stats": "cu_q", "gate": "cu_q"}
 _PACKED |= {"k": "cu_kv", "v": "cu_kv", "dk": "cu_kv", "dv": "cu_kv"}
 
 
@@ -94,6 +94,25 @@ def set_output_like(
     if call.is_packed:
         made.set_ragged_offset(declared[_PACKED[name]])
         made.set_ragged_offset_multiplier(max(unit, 1))
+
+
+def gated_output(
+    graph: DeclaredGraph,
+    made: Tensor | None,
+    buffer: torch.Tensor,
+    call: Call,
+    declared: Mapping[str, Tensor],
+) -> Tensor:
+    """The product of O, which is stored nowhere and lies as ``buffer`` would, and its gate.
+
+    Raises:
+        NotSupportedError: if the operation does not make O.
+    """
+    if made is None:
+        raise NotSupportedError("attention makes no o")
+    set_output_like(made, "o", buffer, call, declared)
+    made.set_output(False).set_name("").set_data_type("float32")
+    return graph.mul(made, graph.sigmoid(declared["gate"]))
 
 
 def total_lengths(call: Call) -> dict[str, Any]:

@@ -79,11 +79,20 @@ def attend(
             o = out.copy_(o)
     elif needs_grad:
         o, stats = apply("sdpa", AttentionFunction, q, k, v, bias, sink, call)
-    else:
-        # A gate is read after O is written, and may be the very buffer of ``out``.
+    elif gate is None or needs_gradient(gate) or is_traced(gate) or _share_storage(gate, out):
+        # The gate may be the very buffer of ``out``, and is then read after O is written.
         o, stats = attention_forward(call, out if gate is None else None, want_stats=return_stats)
+    else:
+        o, stats = attention_forward(call, out, want_stats=return_stats, gate=gate)
+        gate = None
     if gate is not None:
         o = gated(o, gate, out)
     if not return_stats or stats is None:
         return o
     return o, stats if call.is_packed else stats.squeeze(-1)
+
+
+def _share_storage(gate: torch.Tensor, out: torch.Tensor | None) -> bool:
+    if out is None:
+        return False
+    return gate.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()

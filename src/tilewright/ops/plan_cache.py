@@ -28,6 +28,7 @@ Operands = Mapping[str, torch.Tensor]
 _CAPACITY = 1024
 _lock = threading.Lock()
 _plans: collections.OrderedDict[Hashable, tuple[Graph, BuiltPlan]] = collections.OrderedDict()
+_together: collections.OrderedDict[Hashable, bool] = collections.OrderedDict()
 
 
 def operands_key(operands: Operands) -> Hashable:
@@ -50,6 +51,7 @@ def clear_plan_cache() -> None:
     """Forget every plan."""
     with _lock:
         _plans.clear()
+        _together.clear()
 
 
 def plan_count() -> int:
@@ -95,6 +97,31 @@ def run(
     built = _plan(operation, key, declare, device, engine)
     _run_built(operation, built, {**inputs, **outputs}, device, stream, fill)
     return built.plan.name
+
+
+def takes_together(
+    operation: str,
+    key: Hashable,
+    whole: Callable[[Graph], Any],
+    part: Callable[[Graph], Any],
+    device: torch.device,
+    engine: str | None,
+) -> bool:
+    """True if the engine of kernels that runs the graph ``part`` takes ``whole`` in one plan too.
+
+    Both are declared, and planned, but not built, once for each ``key`` of ``whole``.
+    """
+    key = (operation, key, engine, device)
+    with _lock:
+        known = _together.get(key)
+    if known is None:
+        first, second = (_engine_of(operation, graph, device, engine) for graph in (part, whole))
+        known = first == second and first not in (None, "aten")
+        with _lock:
+            _together[key] = known
+            if len(_together) > _CAPACITY:
+                _together.popitem(last=False)
+    return known
 
 
 def run_again(operation: str, key: Hashable, pack: Operands, device: torch.device) -> bool:
@@ -171,6 +198,20 @@ def _plan(
         if len(_plans) > _CAPACITY:
             _plans.popitem(last=False)
     return built
+
+
+def _engine_of(
+    operation: str, declare: Callable[[Graph], Any], device: torch.device, engine: str | None
+) -> str | None:
+    """The engine of the first plan, or ``engine`` if it has one; None if there is none."""
+    graph = Graph(name=operation, handle=Handle(device), intermediate_data_type="float32")
+    try:
+        declare(graph)
+        graph.create_execution_plans()
+    except NotSupportedError:
+        return None
+    names = (plan.engine_name for plan in graph._require_plans())
+    return next((name for name in names if engine in (None, name)), None)
 
 
 def _select_engine(graph: Graph, engine: str) -> None:

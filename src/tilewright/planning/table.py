@@ -127,7 +127,8 @@ _TRITON_ROWS = (
         FLOATS,
         INDICES,
         compute_capabilities=_TRITON_TARGETS,
-        note="head sizes up to 256, no DOUBLE operands; backward: soft caps only",
+        note="head sizes up to 256, no DOUBLE operands; with an output gate behind it; backward: "
+        "soft caps only",
     ),
     # The operations of a score program are asked for one by one.
     CapabilityRow(("pointwise",), FLOATS, INDICES, compute_capabilities=_TRITON_TARGETS),

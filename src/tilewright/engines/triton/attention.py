@@ -47,6 +47,7 @@ from tilewright.engines.triton.attention_config import (
 from tilewright.engines.triton.attention_cost import cost_us, facts_of
 from tilewright.engines.triton.attention_decode import decode_plan
 from tilewright.engines.triton.attention_dropout import draws_kernel
+from tilewright.engines.triton.attention_gate import read_graph
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
@@ -58,9 +59,8 @@ from tilewright.engines.triton.attention_loop_plain import attend_ahead, attend_
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
-from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
+from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.engines.triton.attention_specialized import is_dealt, specialized_plan
-from tilewright.engines.triton.rows import only_operation
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.tensor_maps import map_decline_reason
@@ -68,14 +68,16 @@ from tilewright.launch.tensor_maps import map_decline_reason
 
 @triton.jit
 def attention_forward(
-    q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, bias, drop_mask, block_mask, sink,
+    q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, bias, drop_mask, block_mask, sink,
     len_q, len_kv, k_table, v_table, spoilt,
-    q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+    q_offsets, k_offsets, v_offsets, o_offsets, gate_offsets,
+    stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3, drop_scale, seed, offset,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
     o_batch, o_head, o_row, o_col,
+    gate_batch, gate_head, gate_row, gate_col,
     stats_batch, stats_head, stats_row,
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
@@ -85,9 +87,9 @@ def attention_forward(
     sink_head,
     len_q_step, len_kv_step,
     k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, k_offset_step, v_offset_step, o_offset_step,
+    q_offset_step, k_offset_step, v_offset_step, o_offset_step, gate_offset_step,
     stats_offset_step, smax_offset_step, ssum_offset_step,
-    q_multiplier, k_multiplier, v_multiplier, o_multiplier,
+    q_multiplier, k_multiplier, v_multiplier, o_multiplier, gate_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
     batches, rows, keys, heads, group, left, right, slots, group_heads,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
@@ -96,6 +98,7 @@ def attention_forward(
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
@@ -299,18 +302,21 @@ def attention_forward(
         weight = scalar_value(drop_scale).to(tl.float32)
     store_rows(
         acc, acc_2, total, top, weight, batch, head, row, in_rows, row < rows,
-        o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-        o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+        o, gate, stats, smax, ssum,
+        o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
+        o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
+        stats_batch, stats_head, stats_row,
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-        o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-        o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-        DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2, len_q is None,
+        o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+        o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+        DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE,
+        STATS_LOG2, len_q is None,
     )  # fmt: skip
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
     """Tiles as knobs, the least cost first; of equal ones the better guess."""
-    spec = read_spec(only_operation(graph, "attention"))
+    spec = read_graph(graph)
     notes, facts = frozenset({behavior_note.RUNTIME_COMPILATION}), facts_of(sm_count)
     configs = ranked_configs(spec, sm_count, deals_warps=is_dealt(spec))
     costs = [cost_us(spec, config, facts) for config in configs]
@@ -323,7 +329,7 @@ def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
 
 def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
     """The kernels of a graph; aligned operands get wide loads, with a general plan behind them."""
-    spec = read_spec(only_operation(graph, "attention"))
+    spec = read_graph(graph)
     slots = slot_numbers(graph)
     if not (spec.batch and spec.rows):
         return KernelPlan(())
@@ -349,6 +355,8 @@ def _plan(spec: AttentionSpec, slots: Mapping[int, int], knobs: Knobs, sm_count:
     general = make(spec, slots, plain, is_aligned=False)
     make = specialized_plan if config.is_specialized else make
     aligned = make(spec, slots, config, is_aligned=True)
+    if spec.has_gate and steps_in_vectors(spec, ("gate",)):
+        ports = (*ports, "gate")
     return replace(
         aligned,
         needs_aligned=tuple(slots[spec.ports[port].uid] for port in ports),

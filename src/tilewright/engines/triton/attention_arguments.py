@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import triton.language as tl
+
 from tilewright.dtypes import DataType
 from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
@@ -24,6 +26,7 @@ from tilewright.launch.tensor_maps import map_decline_reason, tensor_map
 MAX_SWIZZLE_BYTES = 128
 _AXES = ("batch", "head", "row", "col")
 # Short names of the statistics in kernels.
+_ROUNDINGS = {DataType.HALF: tl.float16, DataType.BFLOAT16: tl.bfloat16}
 _SHORT = {"Stats": "stats", "score_max": "smax", "score_sum_exp": "ssum"}
 
 
@@ -211,6 +214,13 @@ def add_forward_operands(
     arguments.pointer("o", ports["O"], is_aligned=is_aligned)
     arguments.steps("o", ports["O"], unit=o_unit)
     arguments.ragged("o", ports["O"], unit=o_unit)
+    gate = ports.get("gate")
+    gate_unit = 1
+    if gate is not None and is_aligned and steps_in_vectors(spec, ("gate",)):
+        gate_unit = vector_unit(gate.data_type)
+    arguments.pointer("gate", gate, is_aligned=gate_unit > 1)
+    arguments.steps("gate", gate, unit=gate_unit)
+    arguments.ragged("gate", gate, unit=gate_unit)
     for port, name in _SHORT.items():
         arguments.pointer(name, ports.get(port))
         arguments.steps(name, ports.get(port))
@@ -268,6 +278,9 @@ def add_forward_operands(
         DV_BLOCK_2=block_v_2,
         UNIT=unit,
         O_UNIT=o_unit,
+        GATE_UNIT=gate_unit,
+        GATE_O=_rounding(spec, 0),
+        GATE_TYPE=_rounding(spec, 1),
         K_PAGE=ports["k"].dim[2] if spec.is_paged else 1,
         V_PAGE=ports["v"].dim[2] if spec.is_paged else 1,
         HAS_LEFT=spec.left is not None,
@@ -282,6 +295,13 @@ def add_forward_operands(
         FOLDS_SCALE=not changes and spec.scale is not None and spec.scale > 0.0,
         STATS_LOG2=spec.stats_log2,
     )
+
+
+def _rounding(spec: AttentionSpec, factor: int) -> tl.dtype | None:
+    """What a factor of a gated O is rounded to: its data type, where that is not float32's."""
+    if spec.gate_rounding is None:
+        return None
+    return _ROUNDINGS.get(spec.gate_rounding[factor])
 
 
 def takes_tensor_maps(spec: AttentionSpec) -> bool:

@@ -16,24 +16,27 @@ from tilewright.engines.triton.attention_runs import deal, pick
 
 @triton.jit
 def attention_combine(
-    o, stats, smax, ssum, sink, part_acc, part_total, part_top,
+    o, gate, stats, smax, ssum, sink, part_acc, part_total, part_top,
     len_q, len_kv,
-    o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+    o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
     o_batch, o_head, o_row, o_col,
+    gate_batch, gate_head, gate_row, gate_col,
     stats_batch, stats_head, stats_row,
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
     sink_head,
     len_q_step, len_kv_step,
-    o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-    o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+    o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+    o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     batches, rows, keys, heads_kv, group, left, right, run, all_runs,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
     DV: tl.constexpr, DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     ROW_BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    O_UNIT: tl.constexpr, STATS_LOG2: tl.constexpr, IS_EARLY: tl.constexpr,
+    O_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
+    STATS_LOG2: tl.constexpr, IS_EARLY: tl.constexpr,
     IS_DEALT: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One program a (batch, query head): its rows' sums over all runs, RUN_BLOCK at a time."""
@@ -108,10 +111,12 @@ def attention_combine(
             acc = tl.reshape(tl.permute(acc, (0, 1, 3, 2)), (ROW_BLOCK, WIDTH_BLOCK))
         store_rows(
             acc, 0.0, total, top, 1.0, batch, head, row, in_rows & is_last, in_declared & is_last,
-            o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-            o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+            o, gate, stats, smax, ssum,
+            o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
+            o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
+            stats_batch, stats_head, stats_row,
             smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-            o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-            o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-            DV, WIDTH_BLOCK, 0, O_UNIT, STATS_LOG2,
+            o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+            o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+            DV, WIDTH_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2,
         )  # fmt: skip

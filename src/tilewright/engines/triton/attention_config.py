@@ -31,6 +31,9 @@ DEALT_SHARED_BYTES = 227 * 1024
 CACHED_BYTES = 24 * 2**20
 # Tiles of a head that are worked on at once see so many keys between them beyond the window of one.
 WINDOW_EXTRA_KEYS = 1024
+# Visible keys a row from which on warp groups leave a gate to a kernel of its own: with a gate at
+# its end their loop takes 5 to 9 % longer.
+MOST_KEYS_BEFORE_GATE = 1792
 # A band of at most so many keys is masked throughout, where a wider one is at its edges only.
 NARROW_BAND = 2048
 # Programs that share a multiprocessor where keys are split, and where their tiles are small.
@@ -200,6 +203,16 @@ def takes_many_tiles(spec: AttentionSpec, config: ForwardConfig) -> bool:
     step = config.block_m * block + config.block_n * (block + block_v)
     elements = config.stages * step + config.block_m * block_v
     return config.is_specialized and elements * spec.data_type.bits // 8 <= DEALT_SHARED_BYTES
+
+
+def gates_apart(spec: AttentionSpec) -> bool:
+    """True if a gate behind warp groups is quicker as a kernel of its own."""
+    if not spec.has_gate or whole(spec.depth_v) > 128:
+        return False
+    keys = spec.keys if spec.left is None else min(spec.keys, spec.left + (spec.right or 0))
+    # Of a triangle's keys a row sees half, on average.
+    visible = keys // 2 if spec.right is not None and spec.left is None else keys
+    return visible > MOST_KEYS_BEFORE_GATE
 
 
 def heads_at_a_time(spec: AttentionSpec) -> int:

@@ -40,9 +40,9 @@ class DeviceFacts:
     a program that takes many, and one of eight in ``start_of_eight_us``. Scores of a tile of fewer
     than 128 rows cost ``small_tile_factor`` more, and the first ``ramp_us`` of reading twice.
     Masking a block costs as much as the block, or ``hiding`` of it where all blocks are in one
-    loop. A combination takes ``combine_us`` and ``combine_run_us`` a run. Where warp groups take
-    turns, scores cost
-    ``dealt_factor`` of that.
+    loop. A gate at a tile's end takes ``gate_us``. A combination takes ``combine_us`` and
+    ``combine_run_us`` a run. Where warp groups take turns, scores cost ``dealt_factor`` of that,
+    and a gate takes ``gate_of_dealt_us``.
     """
 
     name: str
@@ -61,6 +61,8 @@ class DeviceFacts:
     ramp_us: float = 6.0
     dealt_factor: float = 0.8
     hiding: float = 0.25
+    gate_us: float = 4.0
+    gate_of_dealt_us: float = 1.0
     combine_us: float = 4.2
     combine_run_us: float = 0.23
 
@@ -121,6 +123,8 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
     is_large = config.warps >= 8 or config.is_specialized
     is_large = is_large and not takes_many_tiles(spec, config)
     start = facts.start_of_eight_us if is_large else facts.start_us
+    if spec.has_gate:
+        start += facts.gate_of_dealt_us if config.is_specialized else facts.gate_us
     turn = _turn_us(spec, config, facts, at_once)
     rounds = -(-programs // (facts.multiprocessors * at_once))
     work = max(rounds * (start + mean * turn), start + longest * turn)

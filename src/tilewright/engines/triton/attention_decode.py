@@ -60,14 +60,16 @@ _PARTS = ("part_acc", "part_total", "part_top")
 
 @triton.jit
 def attention_decode(
-    q, k, v, k_map, v_map, o, stats, smax, ssum, bias, sink, part_acc, part_total, part_top,
+    q, k, v, k_map, v_map, o, gate, stats, smax, ssum, bias, sink, part_acc, part_total, part_top,
     len_q, len_kv, k_table, v_table,
-    q_offsets, k_offsets, v_offsets, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
+    q_offsets, k_offsets, v_offsets, o_offsets, gate_offsets,
+    stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
     o_batch, o_head, o_row, o_col,
+    gate_batch, gate_head, gate_row, gate_col,
     stats_batch, stats_head, stats_row,
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
@@ -75,9 +77,9 @@ def attention_decode(
     sink_head,
     len_q_step, len_kv_step,
     k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, k_offset_step, v_offset_step, o_offset_step,
+    q_offset_step, k_offset_step, v_offset_step, o_offset_step, gate_offset_step,
     stats_offset_step, smax_offset_step, ssum_offset_step,
-    q_multiplier, k_multiplier, v_multiplier, o_multiplier,
+    q_multiplier, k_multiplier, v_multiplier, o_multiplier, gate_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
     batches, rows, keys, heads_kv, group, left, right, run,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
@@ -86,6 +88,7 @@ def attention_decode(
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     ALIBI_SPLIT: tl.constexpr, CAP_DIVIDES: tl.constexpr, SCORE_PROGRAM: tl.constexpr,
@@ -250,12 +253,15 @@ def attention_decode(
                 acc, acc_2, total, top = join_sink(acc, acc_2, total, top, level, DV_BLOCK_2 > 0)
             store_rows(
                 acc, acc_2, total, top, 1.0, batch, head, row, in_rows, in_declared,
-                o, stats, smax, ssum, o_offsets, stats_offsets, smax_offsets, ssum_offsets,
-                o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+                o, gate, stats, smax, ssum,
+                o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
+                o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
+                stats_batch, stats_head, stats_row,
                 smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-                o_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
-                o_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-                DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, STATS_LOG2,
+                o_offset_step, gate_offset_step,
+                stats_offset_step, smax_offset_step, ssum_offset_step,
+                o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
+                DV, DV_BLOCK, DV_BLOCK_2, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2,
             )  # fmt: skip
 
 

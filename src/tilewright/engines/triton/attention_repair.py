@@ -29,16 +29,18 @@ _ROWS = 64
 
 @triton.jit
 def attention_repair(
-    q, k, v, o, sink, spoilt,
+    q, k, v, o, gate, sink, spoilt,
     scale,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
     o_batch, o_head, o_row, o_col,
+    gate_batch, gate_head, gate_row, gate_col,
     sink_head,
     rows, keys, heads, group, left, right, noted_rows, all_heads,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     NOTES: tl.constexpr,
 ):  # fmt: skip
@@ -92,9 +94,10 @@ def attention_repair(
                     acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
                 store_rows(
                     acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_rows & noted,
-                    o, None, None, None, None, None, None, None,
-                    o_batch, o_head, o_row, o_col, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                    0, 0, 0, 0, 1, 1, 1, 1, DV, DV_BLOCK, 0, O_UNIT, False, True,
+                    o, gate, None, None, None, None, None, None, None, None,
+                    o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
+                    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1,
+                    DV, DV_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, False, True,
                 )  # fmt: skip
 
 

@@ -43,7 +43,9 @@ class AttentionSpec:
     ``right`` hides col > row + right, rows counted from the aligned diagonal; None hides nothing,
     and a bound that hides nothing at these extents is None. ``score_program`` is a score program
     that is no soft cap, in a forward operation. ``scale`` is None where port
-    "attn_scale" has it. ``total_q`` bounds the sum of the queries' lengths, if declared.
+    "attn_scale" has it. ``total_q`` bounds the sum of the queries' lengths, if declared. Where
+    port "gate" is bound, port "O" is O times sigmoid(gate) (``attention_gate.py``), and
+    ``gate_rounding`` has the data types of both factors.
     """
 
     title: str
@@ -69,6 +71,7 @@ class AttentionSpec:
     len_kv: Length | None
     stats_log2: bool
     total_q: int | None
+    gate_rounding: tuple[DataType, DataType] | None = None
 
     @property
     def group(self) -> int:
@@ -89,6 +92,11 @@ class AttentionSpec:
     def has_sink(self) -> bool:
         """True if a sink joins the denominators."""
         return "sink_token" in self.ports
+
+    @property
+    def has_gate(self) -> bool:
+        """True if O is multiplied by the sigmoid of a gate."""
+        return "gate" in self.ports
 
     @property
     def has_philox(self) -> bool:
@@ -128,6 +136,7 @@ class AttentionSpec:
             "bias": self.has_bias,
             "block_mask": self.has_block_mask,
             "sink": self.has_sink,
+            "gate": self.has_gate,
             "alibi": self.alibi,
             "soft_cap": self.soft_cap is not None,
             "score_mod": self.score_program is not None,

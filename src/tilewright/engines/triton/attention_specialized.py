@@ -21,6 +21,7 @@ Source: FlashAttention-3 (Shah et al. 2024) for warp groups that alternate.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import triton
 import triton.language as tl
@@ -33,10 +34,13 @@ from tilewright.engines.triton.attention_arguments import KernelArguments, add_f
 from tilewright.engines.triton.attention_assembly import hide_after, hide_before
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
+    gates_apart,
     heads_at_a_time,
     takes_many_tiles,
     whole,
 )
+from tilewright.engines.triton.attention_gate import without_gate
+from tilewright.engines.triton.attention_gate_rows import gate_kernel
 from tilewright.engines.triton.attention_loop import load_piece, note_rows, scalar_value
 from tilewright.engines.triton.attention_masks import LOG2_E, LOWEST
 from tilewright.engines.triton.attention_output import join_sink, store_rows
@@ -51,11 +55,12 @@ _MANY = 2**31 - 1
 
 @triton.jit
 def attend_tile(
-    tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+    tile, both, q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
     o_batch, o_head, o_row, o_col,
+    gate_batch, gate_head, gate_row, gate_col,
     stats_batch, stats_head, stats_row,
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
@@ -63,6 +68,7 @@ def attend_tile(
     factor, rows, keys, heads, group, left, right, shift, tiles, zero,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STATS_LOG2: tl.constexpr,
 ):  # fmt: skip
     head, batch = both % heads, both // heads
@@ -141,22 +147,24 @@ def attend_tile(
         acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
     store_rows(
         acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_rows,
-        o, stats, smax, ssum, None, None, None, None,
-        o_batch, o_head, o_row, o_col, stats_batch, stats_head, stats_row,
+        o, gate, stats, smax, ssum, None, None, None, None, None,
+        o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
+        stats_batch, stats_head, stats_row,
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-        0, 0, 0, 0, 1, 1, 1, 1,
-        DV, DV_BLOCK, 0, O_UNIT, STATS_LOG2, True,
+        0, 0, 0, 0, 0, 1, 1, 1, 1, 1,
+        DV, DV_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2, True,
     )  # fmt: skip
 
 
 @triton.jit
 def attention_forward_specialized(
-    q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+    q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
     scale,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
     o_batch, o_head, o_row, o_col,
+    gate_batch, gate_head, gate_row, gate_col,
     stats_batch, stats_head, stats_row,
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
@@ -164,6 +172,7 @@ def attention_forward_specialized(
     rows, keys, heads, group, left, right, tiles, group_heads, all_heads, zero,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
     IS_PERSISTENT: tl.constexpr, IN_PAIRS: tl.constexpr,
@@ -193,25 +202,28 @@ def attention_forward_specialized(
                 unit = step * programs + tl.where(step % 2 == 0, own, programs - 1 - own)
                 tile, both = tile_of(unit, tiles, group_heads, all_heads, LAST_FIRST)
             attend_tile(
-                tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+                tile, both, q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum,
+                sink, spoilt,
                 q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
                 v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
+                gate_batch, gate_head, gate_row, gate_col,
                 stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
                 ssum_batch, ssum_head, ssum_row, sink_head,
                 factor, rows, keys, heads, group, left, right, shift, tiles, zero,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-                HAS_LEFT, HAS_RIGHT, STATS_LOG2,
+                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2,
             )  # fmt: skip
     else:
         tile, both = tile_of(tl.program_id(0), tiles, group_heads, all_heads, LAST_FIRST)
         attend_tile(
-            tile, both, q, k, v, q_map, k_map, v_map, o, stats, smax, ssum, sink, spoilt,
+            tile, both, q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
             q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
             v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
+            gate_batch, gate_head, gate_row, gate_col,
             stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
             ssum_batch, ssum_head, ssum_row, sink_head,
             factor, rows, keys, heads, group, left, right, shift, tiles, zero,
-            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
+            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE,
             HAS_LEFT, HAS_RIGHT, STATS_LOG2,
         )  # fmt: skip
 
@@ -225,7 +237,11 @@ def is_dealt(spec: AttentionSpec) -> bool:
 def specialized_plan(
     spec: AttentionSpec, slots: Mapping[int, int], config: ForwardConfig, *, is_aligned: bool
 ) -> KernelPlan:
-    """The kernel, and where masks hide keys the one that looks through its notes."""
+    """The kernel, where masks hide keys the one that looks through its notes, and a gate's."""
+    if gates_apart(spec):
+        alone = specialized_plan(without_gate(spec), slots, config, is_aligned=is_aligned)
+        behind = gate_kernel(spec, slots, is_aligned=is_aligned)
+        return replace(alone, kernels=(*alone.kernels, behind))
     arguments = KernelArguments(slots)
     add_forward_operands(arguments, spec, is_aligned=is_aligned)
     tiles = triton.cdiv(spec.rows, config.block_m)

@@ -235,6 +235,14 @@ def attention_without_hopper(d: Declaring) -> None:
     attention(d)
 
 
+def attention_gated(d: Declaring) -> None:
+    d.barred = ("hopper",)
+    dim = (2, 4, d.rows, 64)
+    operands = d("q", dim), d("k", dim), d("v", dim)
+    o, _ = d.graph.sdpa(*operands, is_inference=True, use_causal_mask=True, attn_scale=0.125)
+    d.out("o", d.graph.mul(o, d.graph.sigmoid(d("gate", dim))), dim)
+
+
 def attention_padded(d: Declaring) -> None:
     d.barred = ("hopper",)
     dim, lengths = (2, 4, d.rows, 64), torch.tensor([d.rows, d.rows // 3], dtype=torch.int32)
@@ -411,6 +419,7 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (chain_of_the_transpose, ("x", "y"), ()),
     (attention, ("q", "k", "v", "o"), ()),
     (attention_without_hopper, ("q", "k", "v", "o"), ()),
+    (attention_gated, ("q", "v", "gate", "o"), ()),
     (attention_padded, ("q", "o"), ()),
     (attention_backward, ("q", "k", "grad", "dq", "dv"), ()),
     (attention_backward_without_hopper, ("q", "k", "v", "o", "grad", "dq", "dk", "dv"), ()),

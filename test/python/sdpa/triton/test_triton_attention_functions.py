@@ -164,15 +164,40 @@ def test_a_gate_is_one_kernel_behind(dtype: torch.dtype) -> None:
     assert plans and all(plan.engine_name == "triton" for plan in plans)
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU: on a CPU PyTorch multiplies")
-def test_attention_takes_it_on_a_gpu() -> None:
+def kept() -> list[tuple[str, str]]:
+    return [(graph.name, built.plan.engine_name) for graph, built in plan_cache._plans.values()]
+
+
+def test_attention_takes_it_in_its_own_kernel() -> None:
     leaves = [leaf.bfloat16() for leaf in dense_leaves()]
     (o, stats), (plain, level) = dense("triton", leaves), dense("triton", [*leaves[:5], None])
     assert torch.equal(stats, level)
     expected = plain.double() * torch.sigmoid(leaves[5].double())
     assert (o.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
-    plans = {graph.name: built.plan.engine_name for graph, built in plan_cache._plans.values()}
-    assert plans == {"sdpa": "triton", "gate": "triton"}
+    # Of both calls, and nothing beside them.
+    assert kept() == [("sdpa", "triton")] * 2
+
+
+def test_packed_attention_takes_it_in_its_own_kernel() -> None:
+    leaves, gate = packed_leaves(), draw(33, 4, WIDTH_V, seed=43)
+    gate[3], gate[4] = torch.inf, -torch.inf
+    prefix = integers([0, 9, 9, 30], torch.int64)
+    out = torch.full_like(gate, torch.nan)
+    for given in (gate, gate[:1].expand_as(gate)):
+        made = ops.sdpa_varlen(
+            *leaves, prefix, prefix, 21, 21, causal=True, gate=given, out=out, engine="triton"
+        )
+        plain = ops.sdpa_varlen(*leaves, prefix, prefix, 21, 21, causal=True, engine="aten")
+        assert made is out
+        assert torch.allclose(out, plain * torch.sigmoid(given), rtol=1e-5, atol=1e-5)
+    assert {name for name, _ in kept()} == {"sdpa"}
+
+
+def test_a_gate_in_the_buffer_of_out_is_read_first() -> None:
+    q, k, v, *_, gate = dense_leaves()
+    expected = ops.sdpa(q, k, v, engine="aten") * torch.sigmoid(gate)
+    assert ops.sdpa(q, k, v, gate=gate, out=gate, engine="triton") is gate
+    assert torch.allclose(gate, expected, rtol=1e-5, atol=1e-5)
 
 
 def halves_of(lengths: tuple[int, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
