@@ -54,6 +54,15 @@ def head_start(
 
 
 @triton.jit
+def quotient(number, factor, shift):
+    """A number in [0, 2**31) over a divisor that the host knows: ``KernelArguments.divisor``.
+
+    A division takes about a hundred clocks, and those of a tile's start wait for one another.
+    """
+    return ((number.to(tl.int64) * factor) >> shift).to(tl.int32)
+
+
+@triton.jit
 def tile_of(number, tiles, group_heads, all_heads, LAST_FIRST: tl.constexpr):
     """(tile, head of all batches) of a number: ``group_heads`` heads at a time.
 
@@ -67,3 +76,24 @@ def tile_of(number, tiles, group_heads, all_heads, LAST_FIRST: tl.constexpr):
     if LAST_FIRST:
         tile = tiles - 1 - tile
     return tile, first_head + within % some
+
+
+@triton.jit
+def tile_at(
+    number, tiles, group_heads, all_heads,
+    by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift,
+    LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """``tile_of``, without divisions: by the tiles of a group of heads, by its heads and by those
+    of the last group."""
+    unit = quotient(number, by_unit, unit_shift)
+    first_head = unit * group_heads
+    within = number - first_head * tiles
+    left = all_heads - first_head
+    factor = tl.where(left < group_heads, by_rest, by_some)
+    shift = tl.where(left < group_heads, rest_shift, some_shift)
+    tile = quotient(within, factor, shift)
+    head = first_head + within - tile * tl.minimum(group_heads, left)
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, head

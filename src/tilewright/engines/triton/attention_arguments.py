@@ -105,6 +105,16 @@ class KernelArguments:
         """A count, int32, never part of the code."""
         self.types[name], self.values[name] = "i32", Constant(value)
 
+    def divisor(self, name: str, value: int) -> None:
+        """``by_name`` and ``name_shift``, with which ``quotient`` divides by a value above 0.
+
+        ceil(2**s / d) / 2**s is off by less than d / 2**s / d, which for numbers below 2**31 stays
+        below 1 / d if d <= 2**(s - 31) (Granlund and Montgomery 1994).
+        """
+        shift = 31 + (value - 1).bit_length()
+        self.number_of(f"by_{name}", -(-(2**shift) // value))
+        self.extent(f"{name}_shift", shift)
+
     def number_of(self, name: str, value: int) -> None:
         """A 64-bit number of elements, never part of the code."""
         self.types[name], self.values[name] = "i64", Constant(value)

@@ -91,3 +91,19 @@ def settled(acc):
         return acc
     else:
         return tl.inline_asm_elementwise("", _NOTHING, [acc], tl.float32, True, _PACK)
+
+
+@triton.jit
+def with_stored(value, at, word):
+    """float32 ``value`` itself, while each int32 ``word`` is stored by the lanes that hold it.
+
+    A store of Triton's own would carry the words to other lanes first, by way of shared memory.
+    """
+    if _IS_INTERPRETED:
+        tl.store(at, word)
+        return value
+    else:
+        given = (value, at.to(tl.int64), word)
+        return tl.inline_asm_elementwise(
+            "st.global.b32 [$2], $3;", "=f,0,l,r", given, tl.float32, False, 1
+        )

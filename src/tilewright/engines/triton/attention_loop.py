@@ -153,11 +153,17 @@ def is_spoilt(acc, acc_2, HAS_SECOND: tl.constexpr):
 
 
 @triton.jit
-def note_rows(notes, acc, place, in_rows):
-    """Note of each row whether its sums are not finite, for ``attention_repair``."""
+def rows_to_note(acc, in_rows):
+    """1 for each row whose sums are not finite, else 0, for ``attention_repair``."""
     # 0 times infinity is NaN, which no number is equal to.
     is_noted = tl.sum(acc * 0.0, 1) != 0.0
-    tl.store(notes + place, (is_noted & in_rows).to(tl.int32))
+    return (is_noted & in_rows).to(tl.int32)
+
+
+@triton.jit
+def note_rows(notes, acc, place, in_rows):
+    """Store that at ``place``, (M,)."""
+    tl.store(notes + place, rows_to_note(acc, in_rows))
 
 
 @triton.jit

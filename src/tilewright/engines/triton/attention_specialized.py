@@ -29,9 +29,9 @@ from triton.language import core
 
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton.attention_addresses import row_offsets, tile_of
+from tilewright.engines.triton.attention_addresses import quotient, row_offsets, tile_at
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_assembly import hide_after, hide_before
+from tilewright.engines.triton.attention_assembly import hide_after, hide_before, with_stored
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     gates_apart,
@@ -41,7 +41,12 @@ from tilewright.engines.triton.attention_config import (
 )
 from tilewright.engines.triton.attention_gate import without_gate
 from tilewright.engines.triton.attention_gate_rows import gate_kernel
-from tilewright.engines.triton.attention_loop import load_piece, note_rows, scalar_value
+from tilewright.engines.triton.attention_loop import (
+    load_piece,
+    note_rows,
+    rows_to_note,
+    scalar_value,
+)
 from tilewright.engines.triton.attention_masks import LOG2_E, LOWEST
 from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
@@ -55,7 +60,8 @@ _MANY = 2**31 - 1
 
 @triton.jit
 def attend_tile(
-    tile, both, q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
+    tile, both, batch, head, key_head,
+    q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
@@ -65,14 +71,13 @@ def attend_tile(
     smax_batch, smax_head, smax_row,
     ssum_batch, ssum_head, ssum_row,
     sink_head,
-    factor, rows, keys, heads, group, left, right, shift, tiles, zero,
+    factor, rows, keys, left, right, shift, tiles, zero,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STATS_LOG2: tl.constexpr,
+    IS_COUNTED: tl.constexpr,
 ):  # fmt: skip
-    head, batch = both % heads, both // heads
-    key_head = head // group
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
     in_rows = row < rows
@@ -94,7 +99,6 @@ def attend_tile(
         start = tl.maximum(first_row + shift - left + 1, 0) // BLOCK_N * BLOCK_N
         open_start = first_row + BLOCK_M + shift - left
         low = (row + (shift - left + 1))[:, None]
-        last_start = start + (tl.maximum(end - start, 1) - 1) // BLOCK_N * BLOCK_N
     within = tl.arange(0, BLOCK_N)
     if k_map is None:
         k_at = k + row_offsets(tile * 0, None, batch, key_head, 0, 1, k_batch, k_head, 0, UNIT)
@@ -103,11 +107,21 @@ def attend_tile(
     acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    for first in tl.range(start, end, BLOCK_N, warp_specialize=k_map is not None):
+    step = BLOCK_N
+    if IS_COUNTED:
+        # Where a tile sees no key, one block is hidden: no code for a loop that is not entered.
+        blocks = tl.cdiv(end - start, BLOCK_N)
+        if k_map is not None:
+            blocks = tl.maximum(blocks, 1)
+        origin = start
+        start, end, step = 0, blocks, 1
+    for first in tl.range(start, end, step, warp_specialize=k_map is not None):
         first = core.to_tensor(first)
-        if HAS_LEFT:
-            # From the right.
-            first = start + last_start - first
+        if IS_COUNTED:
+            if HAS_LEFT:
+                # From the right.
+                first = blocks - 1 - first
+            first = origin + first * BLOCK_N
         if k_map is not None:
             block = tl.reshape(k_map.load([batch, key_head, first, 0]), (BLOCK_N, D_BLOCK)).T
         else:
@@ -141,7 +155,11 @@ def attend_tile(
         acc = dot(weights, values, acc)
 
     if spoilt is not None:
-        note_rows(spoilt, acc, both.to(tl.int64) * (tiles * BLOCK_M) + row, in_rows)
+        place = both.to(tl.int64) * (tiles * BLOCK_M) + row
+        if IS_COUNTED:
+            total = with_stored(total, spoilt + place, rows_to_note(acc, in_rows))
+        else:
+            note_rows(spoilt, acc, place, in_rows)
     if sink is not None:
         level = tl.load(sink + head.to(tl.int64) * sink_head)
         acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
@@ -154,6 +172,32 @@ def attend_tile(
         0, 0, 0, 0, 0, 1, 1, 1, 1, 1,
         DV, DV_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2, True,
     )  # fmt: skip
+
+
+@triton.jit
+def heads_of(both, heads, by_heads, heads_shift, by_group, group_shift):
+    """(batch, head, key head) of a head of all batches."""
+    batch = quotient(both, by_heads, heads_shift)
+    head = both - batch * heads
+    return batch, head, quotient(head, by_group, group_shift)
+
+
+@triton.jit
+def dealt(
+    step, own, programs, tiles, group_heads, all_heads, heads,
+    by_heads, heads_shift, by_group, group_shift,
+    by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift,
+    LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """(tile, head of all batches, batch, head, key head) of a program's step."""
+    # Every other round of tiles is dealt backwards, as they become shorter.
+    number = step * programs + tl.where(step % 2 == 0, own, programs - 1 - own)
+    tile, both = tile_at(
+        number, tiles, group_heads, all_heads,
+        by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
+    )  # fmt: skip
+    batch, head, key_head = heads_of(both, heads, by_heads, heads_shift, by_group, group_shift)
+    return tile, both, batch, head, key_head
 
 
 @triton.jit
@@ -170,6 +214,8 @@ def attention_forward_specialized(
     ssum_batch, ssum_head, ssum_row,
     sink_head,
     rows, keys, heads, group, left, right, tiles, group_heads, all_heads, zero,
+    by_heads, heads_shift, by_group, group_shift,
+    by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
@@ -190,41 +236,56 @@ def attention_forward_specialized(
             units = tl.cdiv(tiles, 2)
             steps = tl.cdiv(units * all_heads - own, programs) * 2
         else:
-            # Every other round of tiles is dealt backwards, as they become shorter.
             last_own = tl.where(count // programs % 2 == 0, own, programs - 1 - own)
             steps = count // programs + (last_own < count % programs).to(tl.int32)
+            tile, both, batch, head, key_head = dealt(
+                0, own, programs, tiles, group_heads, all_heads, heads,
+                by_heads, heads_shift, by_group, group_shift,
+                by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
+            )  # fmt: skip
         for step in tl.range(0, steps):
             if IN_PAIRS:
                 unit = own + step // 2 * programs
                 tile = tl.where(step % 2 == 0, tiles - 1 - unit % units, unit % units)
                 both = unit // units
-            else:
-                unit = step * programs + tl.where(step % 2 == 0, own, programs - 1 - own)
-                tile, both = tile_of(unit, tiles, group_heads, all_heads, LAST_FIRST)
+                head, batch = both % heads, both // heads
+                key_head = head // group
             attend_tile(
-                tile, both, q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum,
-                sink, spoilt,
+                tile, both, batch, head, key_head,
+                q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
                 q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
                 v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
                 gate_batch, gate_head, gate_row, gate_col,
                 stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
                 ssum_batch, ssum_head, ssum_row, sink_head,
-                factor, rows, keys, heads, group, left, right, shift, tiles, zero,
+                factor, rows, keys, left, right, shift, tiles, zero,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2,
+                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2, not IN_PAIRS,
             )  # fmt: skip
+            if not IN_PAIRS:
+                # Behind the end of a tile, in which it finds room.
+                tile, both, batch, head, key_head = dealt(
+                    step + 1, own, programs, tiles, group_heads, all_heads, heads,
+                    by_heads, heads_shift, by_group, group_shift,
+                    by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
+                )  # fmt: skip
     else:
-        tile, both = tile_of(tl.program_id(0), tiles, group_heads, all_heads, LAST_FIRST)
+        tile, both = tile_at(
+            tl.program_id(0), tiles, group_heads, all_heads,
+            by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
+        )  # fmt: skip
+        batch, head, key_head = heads_of(both, heads, by_heads, heads_shift, by_group, group_shift)
         attend_tile(
-            tile, both, q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
+            tile, both, batch, head, key_head,
+            q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
             q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
             v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
             gate_batch, gate_head, gate_row, gate_col,
             stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
             ssum_batch, ssum_head, ssum_row, sink_head,
-            factor, rows, keys, heads, group, left, right, shift, tiles, zero,
+            factor, rows, keys, left, right, shift, tiles, zero,
             D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE,
-            HAS_LEFT, HAS_RIGHT, STATS_LOG2,
+            HAS_LEFT, HAS_RIGHT, STATS_LOG2, True,
         )  # fmt: skip
 
 
@@ -249,9 +310,19 @@ def specialized_plan(
     block, block_v = whole(spec.depth), whole(spec.depth_v)
     is_persistent = takes_many_tiles(spec, config)
     arguments.extent("tiles", tiles)
-    arguments.extent("group_heads", heads_at_a_time(spec))
+    group_heads = heads_at_a_time(spec)
+    arguments.extent("group_heads", group_heads)
     arguments.extent("all_heads", all_heads)
     arguments.extent("zero", 0)
+    for name, divisor in {
+        "heads": spec.heads_q,
+        "group": spec.group,
+        "unit": tiles * group_heads,
+        "some": group_heads,
+        # Heads of the last group, if they are fewer.
+        "rest": all_heads % group_heads or group_heads,
+    }.items():
+        arguments.divisor(name, divisor)
     arguments.constant(
         D_BLOCK=block,
         DV_BLOCK=block_v,

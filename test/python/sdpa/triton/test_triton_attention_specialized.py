@@ -18,7 +18,8 @@ from attention_cases.case import Case
 from attention_cases.running import Declared
 
 from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton import attention, attention_config
+from tilewright.engines.triton import attention, attention_config, attention_specialized
+from tilewright.engines.triton.attention_arguments import KernelArguments
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     choose_config,
@@ -59,6 +60,8 @@ def test_warp_groups_compute_attention(
     case: Case, is_persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[KernelPlan] = []
+    # The last group of heads is a smaller one.
+    monkeypatch.setattr(attention_specialized, "heads_at_a_time", lambda _: 3)
     if not is_persistent:
         monkeypatch.setattr(attention_config, "DEALT_SHARED_BYTES", 0)
 
@@ -120,6 +123,24 @@ def test_the_kernels_compile_for_four_targets_and_are_dealt_to_three_warp_groups
     assert threads == [128] * 8
     # One warp group that loads, two that compute; only this compiler's deal is taken.
     assert dealt in ([], [384] * 3)
+
+
+def test_divisors_of_tiles_and_heads_are_exact() -> None:
+    most = 2**31 - 1
+    for divisor in (1, 2, 3, 5, 7, 12, 127, 128, 129, 641, 2**15 + 1, 2**30 - 1, 2**30 + 1, most):
+        arguments = KernelArguments({})
+        arguments.divisor("some", divisor)
+        factor, shift = (arguments.values[name].value for name in ("by_some", "some_shift"))
+        assert most * factor < 2**63
+        for number in range(0, most, most // 97):
+            for near in (
+                number,
+                number // divisor * divisor,
+                number // divisor * divisor - 1,
+                most,
+            ):
+                if near >= 0:
+                    assert near * factor >> shift == near // divisor
 
 
 def test_only_plain_scores_of_dense_operands_are_dealt() -> None:
