@@ -167,6 +167,12 @@ class KernelArguments:
         """Compile-time arguments."""
         self.constants.update(values)
 
+    def unused(self, *names: str) -> None:
+        """Numbers that were given, for a kernel that looks at none of them."""
+        for name in names:
+            del self.types[name], self.values[name]
+            self.constants[name] = None
+
     def planned(
         self, function: Any, grid: tuple[int, int, int], warps: int, stages: int
     ) -> PlannedKernel:

@@ -50,6 +50,8 @@ DIRECT_ROWS, MAX_DIRECT_ROWS = 8, 16
 DIRECT_PROGRAMS_A_MULTIPROCESSOR = {DIRECT_ROWS: 8, MAX_DIRECT_ROWS: 6}
 DIRECT_REGISTERS = {DIRECT_ROWS: 216, MAX_DIRECT_ROWS: 255}
 MIN_DIRECT_RUN_BLOCKS, MAX_DIRECT_RUNS = 4, 32
+# Paged sequences are of any length: twice the runs, if they are not shorter than this.
+MIN_PAGED_RUN_BLOCKS = 8
 # Less to read is read sooner without a split, and more sooner by the copy engine.
 MIN_DIRECT_BYTES, MAX_DIRECT_BYTES = 2**26, 3 * 2**26
 # With fewer programs than this share of those that there is room for, too little is asked for.
@@ -380,10 +382,16 @@ def _direct_rows(spec: AttentionSpec) -> int:
 
 
 def _direct_splits(spec: AttentionSpec, sm_count: int) -> int:
-    """Runs of the declared keys, each a program's: as many as there is room for at once."""
+    """Runs of the declared keys: as many as there is room for at once, or twice as many.
+
+    Equal lengths are read the soonest where each run is a program's; where lengths differ, the
+    longest one's runs outlast the others.
+    """
     blocks = -(-spec.keys // DIRECT_BLOCK)
     most = direct_programs(spec, sm_count) // max(spec.batch * spec.heads_kv, 1)
     most = min(most, MAX_DIRECT_RUNS, blocks // MIN_DIRECT_RUN_BLOCKS)
+    if spec.is_paged and 1 < 2 * most <= MAX_DIRECT_RUNS:
+        most *= 2 if blocks >= 2 * most * MIN_PAGED_RUN_BLOCKS else 1
     return -(-blocks // -(-blocks // most)) if most > 1 else 1
 
 

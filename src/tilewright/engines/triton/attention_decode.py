@@ -330,6 +330,14 @@ def decode_plan(
 
         given.number("scale", spec.scale * LOG2_E.value)
         kernel, grid = attention_decode_direct, (runs, spec.heads_kv, spec.batch)
+        # More runs than there is room for at once.
+        is_shared = units * runs > sharing.programs
+        given.constant(IS_SHARED=is_shared)
+        given.extent("programs", sharing.programs)
+        if is_shared:
+            grid = (programs, 1, 1)
+        else:
+            given.unused("batches", "all_runs", "programs")
     first = given.planned(kernel, grid, config.warps, config.stages)
     first = replace(first, spec=replace(first.spec, max_registers=sharing.max_registers))
     if not is_split:

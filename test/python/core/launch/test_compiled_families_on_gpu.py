@@ -357,6 +357,30 @@ def attention_decode_in_registers(d: Declaring) -> None:
     d.out("stats", stats, (8, 16, 1, 1), "float32")
 
 
+def attention_decode_of_pages_in_registers(d: Declaring) -> None:
+    # More runs than there is room for at once: programs take several that follow one another.
+    d.barred = ("hopper",)
+    pages = [d(name, (256, 8, 128, 128)) for name in ("k", "v")]
+    tables = {
+        f"paged_attention_{side}_table": d.given(f"table_{side}", table.int().view(8, 1, 32, 1))
+        for side, table in (("k", torch.arange(256)), ("v", torch.arange(256) * 3 % 256))
+    }
+    lengths = torch.tensor([4096, 0, 4095, 300, 4000, 1, 4096, 3000], dtype=torch.int32)
+    o, stats = d.graph.sdpa(
+        d("q", (8, 16, 1, 128)),
+        *pages,
+        generate_stats=True,
+        attn_scale=0.125,
+        use_padding_mask=True,
+        seq_len_q=d.given("seq_len_q", torch.ones(8, 1, 1, 1, dtype=torch.int32)),
+        seq_len_kv=d.given("seq_len_kv", lengths.view(8, 1, 1, 1)),
+        paged_attention_max_seq_len_kv=4096,
+        **tables,
+    )
+    d.out("o", o, (8, 16, 1, 128))
+    d.out("stats", stats, (8, 16, 1, 1), "float32")
+
+
 def attention_ragged_on_hopper(d: Declaring) -> None:
     d.barred = ("triton",)
     attention_ragged(d)
@@ -427,6 +451,7 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (attention_backward_ragged, (), ()),
     (attention_decode, ("q", "k", "v", "o"), ()),
     (attention_decode_in_registers, ("k", "v"), ()),
+    (attention_decode_of_pages_in_registers, (), ()),
     (attention_paged, ("k", "v"), ()),
     (attention_ragged_on_hopper, (), ()),
     (attention_paged_on_hopper, ("k", "v"), ()),

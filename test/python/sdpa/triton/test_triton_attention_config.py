@@ -208,6 +208,37 @@ def test_caches_go_into_registers(batch: int, keys: int, rows: int, splits: int)
     assert registers <= 65536 // 32 or batch > 8
 
 
+def test_paged_caches_that_go_into_registers_have_twice_the_runs() -> None:
+    def splits(keys: int, page: int, batch: int = 8) -> int:
+        graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+        q = graph.tensor((batch, 32, 1, 128))
+        k, v = (graph.tensor((batch * keys // page, 8, page, 128)) for _ in range(2))
+        kinds = {"data_type": "int32"}
+        lengths = [graph.tensor((batch, 1, 1, 1), **kinds) for _ in range(2)]
+        tables = [graph.tensor((batch, 1, keys // page, 1), **kinds) for _ in range(2)]
+        o, _ = graph.sdpa(
+            q,
+            k,
+            v,
+            is_inference=True,
+            use_padding_mask=True,
+            seq_len_q=lengths[0],
+            seq_len_kv=lengths[1],
+            paged_attention_k_table=tables[0],
+            paged_attention_v_table=tables[1],
+            paged_attention_max_seq_len_kv=keys,
+        )
+        o.set_output(True)
+        graph.validate()
+        config = choose_decode_config(read_spec(graph.operations[0]), 132)
+        assert config is not None and config.is_direct
+        return config.splits
+
+    assert splits(4096, 16) == splits(4096, 128) == 32
+    # Not where they would be shorter than 128 keys, or more than the combination is for.
+    assert splits(2048, 16) == 16 and splits(8192, 16, batch=4) == 32
+
+
 def test_what_registers_do_not_take_goes_another_way() -> None:
     taken = {"rows": 1, "keys": 4096, "batch": 8, "heads": (32, 8)}
     others: list[dict[str, Any]] = [

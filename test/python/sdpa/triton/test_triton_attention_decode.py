@@ -184,6 +184,32 @@ def test_keys_that_go_into_registers(
     call.check(*call.run())
 
 
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that one of them takes several runs, where one warp is a program."""
+    monkeypatch.setattr(attention_config, "pays_in_registers", lambda *_: True)
+    monkeypatch.setattr(attention_config, "direct_programs", lambda *_: 8)
+    monkeypatch.setattr(attention_config, "_direct_splits", lambda *_: 12)
+
+
+@pytest.mark.L1
+@pytest.mark.parametrize("page", [0, 24, 128])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_a_program_takes_runs_that_follow_one_another(
+    lengths: list[int], page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_programs(monkeypatch)
+    call = Decode(2, lengths, page=page, depth=128, depth_v=64)
+    call.check(*call.run())
+
+
+@pytest.mark.L1
+def test_how_many_runs_a_program_takes_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_programs(monkeypatch)
+    alone, among = ([300, 0, 0, 17], [300, 1, KEYS, KEYS])
+    first, second = (Decode(1, lengths, depth=64, depth_v=64).run() for lengths in (alone, among))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.L0
 @pytest.mark.parametrize("page", [0, PAGE])
 def test_a_causal_mask_from_the_bottom_right(page: int) -> None:
