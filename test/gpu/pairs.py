@@ -71,6 +71,7 @@ def summed(lines: list[dict[str, Any]]) -> dict[str, Any]:
     outcomes = collections.Counter(line["outcome"] for line in lines)
     return {
         "tests": dict(sorted(outcomes.items())),
+        "seconds_of_tests": round(sum(line["seconds"] for line in lines), 1),
         "cases_run": sum(value for value in values if isinstance(value, int)),
         "cases_declined": sum(declined.values()),
         "declined_by_reason": dict(declined.most_common()),
