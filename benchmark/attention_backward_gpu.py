@@ -7,8 +7,8 @@
 2 S^2 D a head, half of that under a causal mask. One run measures everything, on the same inputs,
 medians of interleaved rounds with a cold L2; it writes attention_backward.csv under
 benchmark/results/<device>/, and the second command the .png beside it, on any machine. "quick" is
-what is planned without, "fixed" with ``use_deterministic_algorithm``; Triton's plans stand beside
-those of the engine that is faster. Processes of their own compile ahead.
+what is planned without, "fixed" with ``use_deterministic_algorithm``; at the first length Triton's
+plans stand beside those of the engine that is faster. Processes of their own compile ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import itertools
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -32,7 +33,10 @@ import tilewright as tw
 
 TOKENS, CHANNELS = 16384, 2048
 DEPTHS = (128, 64, 256)
-LENGTHS = (2048, 8192, 16384)
+# The first one has every plan, and more rounds.
+LENGTHS = (8192, 2048, 16384)
+ROUNDS = {LENGTHS[0]: 7}
+FEWER_ROUNDS = 3
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # What the slowest front end takes on the host for a call.
 HOST_US = 1500.0
@@ -40,6 +44,8 @@ GRADIENTS = ("dQ", "dK", "dV")
 MODES = (("quick", False), ("fixed", True))
 # Engines that are left out: none, and the one before Triton.
 BARRED: tuple[tuple[str, ...], ...] = ((), ("hopper",))
+# What other lengths than the first have.
+QUICKEST = ((MODES[0], BARRED[0]),)
 # Processes that compile ahead.
 COMPILERS = 12
 # Gradients of random operands: what bfloat16's rounding of P and dS allows.
@@ -78,7 +84,8 @@ def compile_ahead(
     from tilewright.engines.hopper import engine as hopper
     from tilewright.engines.triton import engine as triton
 
-    shape = (TOKENS // LENGTHS[0], CHANNELS // depth, LENGTHS[0], depth)
+    length = LENGTHS[0]
+    shape = (TOKENS // length, CHANNELS // depth, length, depth)
     names = dict.fromkeys(("q", "k", "v", "o", "dO"), (shape, torch.bfloat16))
     names["stats"] = ((*shape[:3], 1), torch.float32)
     pack = {n: torch.empty(dim, dtype=kind, device="meta") for n, (dim, kind) in names.items()}
@@ -121,7 +128,8 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
     cute = flash_cute.backward(q, k, v, d_o, causal)
     if cute is not None:
         calls["cute"] = cute
-    for (mode, is_deterministic), barred in itertools.product(MODES, BARRED):
+    plans = itertools.product(MODES, BARRED)
+    for (mode, is_deterministic), barred in plans if length == LENGTHS[0] else QUICKEST:
         graph = declare(pack, causal, is_deterministic)
         graph.deselect_engines([*barred])
         graph.build()
@@ -138,7 +146,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
                 raise SystemExit(f"{name} at {shape}: error {worst}")
         calls[name] = frame.launch
     flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
-    times = device_ms(calls, rounds=5, host_us=HOST_US)
+    times = device_ms(calls, rounds=ROUNDS.get(length, FEWER_ROUNDS), host_us=HOST_US)
     for name, ms in times.items():
         table.add(
             depth=depth,
@@ -188,6 +196,7 @@ def main() -> None:
     if sys.argv[1:2] == ["draw"]:
         draw(sys.argv[2])
         return
+    start = time.perf_counter()
     table = Table("attention_backward", "python benchmark/attention_backward_gpu.py")
     target = torch.cuda.get_device_capability()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -198,13 +207,13 @@ def main() -> None:
             case: pool.submit(compile_ahead, case[2], case[0], case[1], case[3], target, sms)
             for case in cases
         }
-        for depth in DEPTHS:
+        for length, depth in itertools.product(LENGTHS, DEPTHS):
             for case, future in ahead.items():
                 if case[0] == depth:
                     future.result()
-            for length in LENGTHS:
-                for causal in (False, True):
-                    measure(table, depth, length, causal)
+            for causal in (False, True):
+                measure(table, depth, length, causal)
+            print(f"{depth} at {length}: {time.perf_counter() - start:.0f} s", flush=True)
             table.write()
 
 
