@@ -17,16 +17,18 @@ all plans. The rates of other parts are their makers' figures, scaled alike. Aut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.dtypes import DataType
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
-    direct_programs,
+    choose_config,
     power_of_two,
     takes_many_tiles,
 )
+from tilewright.engines.triton.attention_decode_config import choose_decode_config, direct_programs
 from tilewright.engines.triton.attention_spec import AttentionSpec
+from tilewright.graph.enums import knob_type
 
 
 @dataclass(frozen=True)
@@ -207,3 +209,26 @@ def _programs_at_once(spec: AttentionSpec, config: ForwardConfig, facts: DeviceF
 
 def _bytes_a_key(spec: AttentionSpec) -> int:
     return (spec.depth + spec.depth_v) * spec.data_type.bits // 8
+
+
+def ranked_configs(
+    spec: AttentionSpec, sm_count: int, *, deals_warps: bool = False
+) -> list[ForwardConfig]:
+    """Configs for a declaration, the best guess first; autotuning times them all."""
+    decode = choose_decode_config(spec, sm_count)
+    whole_loop = choose_config(spec, sm_count, deals_warps=deals_warps)
+    ranked = [whole_loop]
+    if decode is not None:
+        ranked = [decode, whole_loop]
+        if decode.splits > 1:
+            # Twice as many runs, and none, where lengths are more or less even than guessed.
+            ranked.append(replace(decode, splits=2 * decode.splits))
+            ranked += [] if decode.is_direct else [replace(decode, splits=1)]
+    elif whole_loop.is_specialized:
+        ranked.append(choose_config(spec, sm_count))
+    elif whole_loop.block_m == 128:
+        fewer = {knob_type.STAGES: max(whole_loop.stages - 1, 2)}
+        smaller = {knob_type.TILE_M: 64, knob_type.WARPS: 4, knob_type.STAGES: 2}
+        ranked += [whole_loop.with_knobs({**dict(whole_loop.knobs()), **fewer})]
+        ranked += [whole_loop.with_knobs(smaller)]
+    return list(dict.fromkeys(ranked))

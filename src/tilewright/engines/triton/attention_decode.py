@@ -29,13 +29,8 @@ from tilewright.engines.triton.attention_arguments import (
     takes_tensor_maps,
 )
 from tilewright.engines.triton.attention_combine import attention_combine
-from tilewright.engines.triton.attention_config import (
-    DIRECT_ROWS,
-    ForwardConfig,
-    Sharing,
-    pieces,
-    power_of_two,
-)
+from tilewright.engines.triton.attention_config import ForwardConfig, Sharing, pieces, power_of_two
+from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,

@@ -53,10 +53,10 @@ for kernel in kernels.values():
 """
 DIRECT = """
 import tilewright as tw
-from tilewright.engines.triton import attention, attention_config
+from tilewright.engines.triton import attention, attention_decode_config
 
 # Whether it pays or not.
-attention_config.pays_in_registers = lambda *_: True
+attention_decode_config.pays_in_registers = lambda *_: True
 for rows, page, depth in ((1, 0, 128), (4, 24, 64)):
     graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
     q = graph.tensor((2, 8, rows, depth))

@@ -9,15 +9,17 @@ import pytest
 import tilewright as tw
 from tilewright.engines.triton.attention_arguments import KernelArguments
 from tilewright.engines.triton.attention_config import (
-    MAX_RUNS_A_MULTIPROCESSOR,
-    PROGRAMS_A_MULTIPROCESSOR,
     choose_config,
-    choose_decode_config,
     heads_at_a_time,
     pieces,
-    ranked_configs,
     takes_many_tiles,
     whole,
+)
+from tilewright.engines.triton.attention_cost import ranked_configs
+from tilewright.engines.triton.attention_decode_config import (
+    MAX_RUNS_A_MULTIPROCESSOR,
+    PROGRAMS_A_MULTIPROCESSOR,
+    choose_decode_config,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.graph.enums import knob_type

@@ -11,12 +11,14 @@ import pytest
 
 import tilewright as tw
 from tilewright.engines.triton import attention
-from tilewright.engines.triton.attention_config import (
-    INTERPRETED_SM_COUNT,
-    ForwardConfig,
+from tilewright.engines.triton.attention_config import INTERPRETED_SM_COUNT, ForwardConfig
+from tilewright.engines.triton.attention_cost import (
+    DEVICE_FACTS,
+    DeviceFacts,
+    cost_us,
+    facts_of,
     ranked_configs,
 )
-from tilewright.engines.triton.attention_cost import DEVICE_FACTS, DeviceFacts, cost_us, facts_of
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 
 pytestmark = pytest.mark.L0

@@ -10,7 +10,7 @@ import torch
 from attention_cases.running import select_split
 
 import tilewright as tw
-from tilewright.engines.triton import attention, attention_config
+from tilewright.engines.triton import attention, attention_decode_config
 from tilewright.graph.enums import knob_type
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -173,7 +173,7 @@ def test_keys_that_go_into_registers(
 ) -> None:
     """On the parts of SM90 one warp a program, of 8 or 16 rows with all heads of a key head."""
     # So little would not be worth it.
-    monkeypatch.setattr(attention_config, "pays_in_registers", lambda *_: True)
+    monkeypatch.setattr(attention_decode_config, "pays_in_registers", lambda *_: True)
     dtype = torch.bfloat16 if rows % 2 else torch.float16
     call = Decode(rows, LENGTHS[rows % 3], page=page, depth=depth[0], depth_v=depth[1], dtype=dtype)
     if HAS_GPU and torch.cuda.get_device_capability()[0] == 9:
@@ -186,9 +186,9 @@ def test_keys_that_go_into_registers(
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that one of them takes several runs, where one warp is a program."""
-    monkeypatch.setattr(attention_config, "pays_in_registers", lambda *_: True)
-    monkeypatch.setattr(attention_config, "direct_programs", lambda *_: 8)
-    monkeypatch.setattr(attention_config, "_direct_splits", lambda *_: 12)
+    monkeypatch.setattr(attention_decode_config, "pays_in_registers", lambda *_: True)
+    monkeypatch.setattr(attention_decode_config, "direct_programs", lambda *_: 8)
+    monkeypatch.setattr(attention_decode_config, "_direct_splits", lambda *_: 12)
 
 
 @pytest.mark.L1

@@ -14,8 +14,8 @@ from attention_cases.case import Case
 from attention_cases.gated import DEVICE, Gated, execute, run_in_warp_groups
 
 import tilewright as tw
-from tilewright.engines.triton.attention_config import gates_apart, ranked_configs
-from tilewright.engines.triton.attention_cost import cost_us, facts_of
+from tilewright.engines.triton.attention_config import gates_apart
+from tilewright.engines.triton.attention_cost import cost_us, facts_of, ranked_configs
 from tilewright.engines.triton.attention_gate import read_graph
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.errors import NotSupportedError

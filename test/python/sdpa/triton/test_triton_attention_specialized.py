@@ -20,11 +20,8 @@ from attention_cases.running import Declared
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton import attention, attention_config, attention_specialized
 from tilewright.engines.triton.attention_arguments import KernelArguments
-from tilewright.engines.triton.attention_config import (
-    ForwardConfig,
-    choose_config,
-    ranked_configs,
-)
+from tilewright.engines.triton.attention_config import ForwardConfig, choose_config
+from tilewright.engines.triton.attention_cost import ranked_configs
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.attention_specialized import specialized_plan
 from tilewright.engines.triton.engine import interpreting
