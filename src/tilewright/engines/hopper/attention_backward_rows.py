@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewright.engines.hopper.attention_backward_parts import store_parts
 from tilewright.engines.hopper.attention_places import length_of
+from tilewright.engines.hopper.attention_records import NO_LENGTHS
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)
@@ -135,6 +136,9 @@ def finish_rows(
         )
         place = d_q + (row.to(gl.int64) * d_q_row)[:, :, None] + (column + eight)
         mask = (row < end)[:, :, None] & (column + eight < WIDTH)
+        if LENGTHS_Q != NO_LENGTHS and not RAGGED_Q:
+            # Rows of padding are 0, also where a key that is not finite made sums NaN.
+            value = gl.where((row < own)[:, :, None], value, 0.0)
         gl.store(place, value.to(d_q.dtype.element_ty), mask=mask)
 
 

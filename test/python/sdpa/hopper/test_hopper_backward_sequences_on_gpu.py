@@ -203,3 +203,18 @@ def test_lengths_are_read_at_each_launch() -> None:
             assert torch.all(call.pack[name] == 0.0), name
     finally:
         recorded.reset()
+
+
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize(
+    "size", [pytest.param(128, marks=pytest.mark.L0), pytest.param(64, marks=pytest.mark.L1)]
+)
+def test_padding_is_zeros_whatever_a_key_holds(size: int, operand: str) -> None:
+    # L11: a row of padding has weights of 0, and 0 times NaN is NaN.
+    call = Call(size, "open", is_packed=False, as_sums=size == 128, seed=3)
+    call.pack[operand][:, :, 0] = torch.nan
+    call.run()
+    for b, length in enumerate(LENGTHS["q"]):
+        assert torch.all(call.pack["dQ"][b, :, length:] == 0.0), b
+    # Its heads' sequences are spoilt, and no other.
+    assert call.part("dQ", 0).isnan().all()
