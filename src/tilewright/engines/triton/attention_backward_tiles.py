@@ -24,6 +24,7 @@ from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import (
     LOG2_E,
     philox_keep,
+    tanh_of,
     visible,
 )
 
@@ -81,7 +82,7 @@ def tile_probabilities(
         fade = tl.exp2(tl.abs(inner) * (-2.0 * LOG2_E))
         share = 1.0 / (1.0 + fade)
         unit = (1.0 - fade) * share
-        score = tl.where(inner < 0.0, -unit, unit) * (cap_outer * LOG2_E)
+        score = tanh_of(inner, tl.where(inner < 0.0, -unit, unit)) * (cap_outer * LOG2_E)
         cap_slope = 4.0 * fade * share * share
         cap_slope *= cap_outer / cap_inner if CAP_DIVIDES else cap_outer * cap_inner
     else:

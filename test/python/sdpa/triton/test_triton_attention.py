@@ -58,6 +58,7 @@ FOUND = [
     Case(rows=12, keys=5, band="causal", values="hidden_nan", dropout="mask", sizes=(96, 96)),
     Case(rows=8, keys=8, bias="hiding", sizes=(8, 8), stats="natural"),
     Case(rows=8, keys=13, place="paged_1", stats="natural", heads=(4, 2)),
+    Case(rows=20, keys=40, soft_cap="huge", stats="natural", dtype="float32", sizes=(16, 16)),
     # Score programs that are no soft cap.
     Case(rows=33, keys=40, soft_cap="relu", stats="natural", bias="full"),
     Case(rows=20, keys=70, soft_cap="index", band="causal", heads=(4, 2)),

@@ -385,9 +385,12 @@ def _soft_cap(kind: str) -> Any:
             return graph.binary_select(graph.mul(score, graph.tensor_scalar(0.3)), near, is_far)
         if kind == "bare":
             return graph.tanh(score)
-        cap = graph.tensor_scalar(3.0)
+        # With a huge cap scores stay what they are.
+        cap = graph.tensor_scalar(1e6 if kind == "huge" else 3.0)
         small = (
-            graph.div(score, cap) if kind == "div" else graph.mul(score, graph.tensor_scalar(0.3))
+            graph.div(score, cap)
+            if kind in ("div", "huge")
+            else graph.mul(score, graph.tensor_scalar(0.3))
         )
         return graph.mul(graph.tanh(small), cap)
 
