@@ -47,7 +47,7 @@ def test_a_gate_behind_the_kernel_of_warp_groups(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_gate_at_an_odd_address_takes_the_plan_behind() -> None:
-    declared = Gated(Case(rows=20, keys=33, sizes=(64, 64)), DEVICE)
+    declared = Gated(Case(rows=20, keys=33, sizes=(64, 64)), DEVICE, start="unknown")
     gate = next(tensor for tensor in declared.inputs if tensor.name == "gate")
     odd = torch.empty(declared.inputs[gate].numel() + 1, dtype=torch.bfloat16)[1:]
     declared.inputs[gate] = odd.view(gate.dim).copy_(declared.inputs[gate])

@@ -24,14 +24,16 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 class Gated(Declared):
-    """A case with a gate behind it: "full" as O, or 1 on the axes that its name leaves out."""
+    """A case with a gate behind it: "full" as O, or 1 on the axes that its name leaves out.
+
+    Alignments are promised, if nothing else is said, so that one kernel is compiled.
+    """
 
     def __init__(self, case: Case, device: str, gate: str = "full", **options: Any) -> None:
         self.gate, self.is_swapped = gate, options.pop("is_swapped", False)
         self.kind, self.is_endless = options.pop("kind", None), options.pop("is_endless", False)
         self.kept = options.pop("kept", None)
-        assert not options
-        super().__init__(case, device)
+        super().__init__(case, device, **{"start": "promised", **options})
 
     def output(self, name: str, tensor: Any, dim: tuple[int, int, int, int]) -> None:
         """The product in O's place."""
