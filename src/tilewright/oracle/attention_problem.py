@@ -186,7 +186,7 @@ class Problem:
         tiles = None
         if o.block_mask is not None:
             tiles = o.block_mask.expand(self.batch, self.heads, -1, -1)[block.batch, block.head]
-        return visible_block(
+        visible = visible_block(
             torch.arange(block.start, block.end, device=self.device),
             torch.arange(self.columns, device=self.device),
             length_q=length_q,
@@ -197,6 +197,10 @@ class Problem:
             block_mask=tiles,
             mask=None if o.mask is None else self.part(o.mask, block),
         )
+        if o.bias is None:
+            return visible
+        # A bias of -inf hides, whatever the key and its value hold.
+        return visible & (self.part(o.bias, block) != NEGATIVE_INFINITY)
 
     def live_rows(self, block: Block) -> torch.Tensor:
         """Boolean (rows, 1): which rows are not padding."""

@@ -243,6 +243,24 @@ def test_hidden_operands_never_reach_a_gradient(junk: float) -> None:
         assert torch.isfinite(got).all()
 
 
+def test_what_a_bias_of_minus_infinity_hides_has_no_gradient() -> None:
+    """Of a row that sees a NaN, and whose O is NaN, a hidden key gets 0 as behind a mask."""
+    q, k, v, d_o = _operands()
+    bias = torch.zeros(1, 1, q.shape[2], k.shape[2])
+    bias[0, 0, :-1, -1] = -math.inf
+    bias[0, 0, -1, :2] = -math.inf
+    v[:, :, -1] = math.nan
+    by_bias, by_mask = (
+        attention.backward(q, k, v, d_o, output=forward.output, stats=forward.stats, **rule)
+        for rule in ({"bias": bias}, {"mask": bias == 0})
+        for forward in [attention.forward(q, k, v, **rule)]
+    )
+    for got, want in zip(by_bias[:3], by_mask[:3], strict=True):
+        assert_close(got, want, tol=_TOL)
+    assert torch.isfinite(by_bias.d_k[:, :, :2]).all() and by_bias.d_k.isnan().any()
+    assert not by_bias.d_bias[0, 0, -1, :2].any()
+
+
 def test_a_large_negative_score_in_a_causal_row_keeps_gradients_finite() -> None:
     """Rows whose visible scores are all near -120 while hidden ones are large."""
     for rows in (64, 192):

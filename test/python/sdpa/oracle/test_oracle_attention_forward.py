@@ -180,6 +180,18 @@ def test_a_bias_of_minus_infinity_hides_like_a_mask() -> None:
     assert found.stats[0, 0, 0, 0] == -math.inf
 
 
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_what_a_bias_of_minus_infinity_hides_never_reaches_a_result(junk: float) -> None:
+    q, k, v = _inputs(1, 1, 1, 3, 3, 2, 2)
+    bias = torch.zeros(1, 1, 3, 3)
+    bias[0, 0, :2, 2] = -math.inf
+    clean = attention.forward(q, k, v, bias=bias)
+    v[0, 0, 2] = junk
+    found = attention.forward(q, k, v, bias=bias)
+    assert_close(found.output[:, :, :2], clean.output[:, :, :2], tol=_TOL)
+    assert not torch.isfinite(found.output[:, :, 2]).any()
+
+
 def test_alibi_slopes_by_hand() -> None:
     assert attention.alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
     assert attention.alibi_slopes(4) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
