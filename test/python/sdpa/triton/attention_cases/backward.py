@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attention_cases.case import Case
-from attention_cases.running import Declared, _starts
+from attention_cases.running import Declared, _starts, large_score_error
 from tilewright.oracle import evaluate, layout
 from tilewright.oracle.tolerances import default_tolerance
 from tilewright.testing import assert_close
@@ -109,6 +109,19 @@ class DeclaredBackward(Declared):
         self.inputs[tensor] = tokens.reshape(-1)
         return tensor
 
+    def _terms_of_bias(self, tensor: Any) -> float:
+        """The largest root of a sum of squares of the terms that one element of dBias adds up."""
+        case = self.case
+        extents = (case.batch, case.heads[0], case.rows, case.keys)
+        summed = [n for n, extent in enumerate(extents) if tensor.dim[n] != extent]
+        if not summed:
+            return 0.0
+        whole = WholeBias(case, "cpu", is_deterministic=self.is_deterministic)
+        whole.graph.validate()
+        made = evaluate(whole.graph, {t.uid: b for t, b in whole.inputs.items()})
+        terms = made[whole.outputs["dBias"].uid].nan_to_num(0.0, 0.0, 0.0).square()
+        return float(terms.sum(summed).max().sqrt()) if terms.numel() else 0.0
+
     def _gradient(self, name: str, tensor: Any, source: Any) -> None:
         case = self.case
         dim = source.dim
@@ -161,5 +174,21 @@ class DeclaredBackward(Declared):
         if case.values == "large":
             # Stats of thousands come rounded to float32, by up to 2^-12: P is that far off.
             tol = max(tol, 2**-10)
+            # And the scores that P is made of, as in the forward, by their sums' roundings.
+            tol += large_score_error(case)
+        if name == "dBias":
+            # Where it sums what cancels, errors are those of the terms and not of their sum.
+            scale = max(float(expected.abs().nan_to_num(0.0, 0.0).max()), 1.0)
+            tol *= max(self._terms_of_bias(tensor) / scale, 1.0)
         assert_close(got, expected, tol=tol, name=f"{name} of {case}")
         assert torch.isnan(raw[~touched]).all(), f"{name} of {case}: bytes beside it changed"
+
+
+class WholeBias(DeclaredBackward):
+    """The same case with the bias of every score written out: its gradient is not summed."""
+
+    def bias(self) -> torch.Tensor | None:
+        bias = super().bias()
+        case = self.case
+        whole = (case.batch, case.heads[0], case.rows, case.keys)
+        return None if bias is None else bias.expand(whole).contiguous()

@@ -312,9 +312,7 @@ class Declared:
         kind = self.dtype if name == "O" else tensor.data_type
         tol = default_tolerance(kind)
         if self.case.values == "large":
-            # A score is `depth` products of deviation LARGE**2, times depth**-0.5, each rounded to
-            # float32; weights and their sums change by as much, relatively.
-            tol += 2.0**-23 * LARGE**2 * self.case.sizes[0] ** 0.5
+            tol += large_score_error(self.case)
         assert_close(got, expected, tol=tol, name=f"{name} of {self.case}")
         touched = torch.zeros(raw.numel(), dtype=torch.bool)
         for batch in range(tensor.dim[0]):
@@ -327,6 +325,15 @@ class Declared:
                 (tensor.dim[1], rows, tensor.dim[3]), tensor.stride[1:], GUARD + start
             ).fill_(True)
         assert torch.isnan(raw[~touched]).all(), f"{name} of {self.case}: bytes beside it changed"
+
+
+def large_score_error(case: Case) -> float:
+    """How far float32 leaves a score off, where queries and keys are large.
+
+    A score is `depth` products of deviation LARGE**2, times depth**-0.5, each rounded to float32;
+    weights and their sums change by as much, relatively.
+    """
+    return 2.0**-23 * LARGE**2 * float(case.sizes[0]) ** 0.5
 
 
 def select_split(graph: Any) -> None:
