@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tilewright.artifact.environment import installed_version
+
 pytestmark = pytest.mark.L0
 
 CHILD = """
@@ -76,6 +78,10 @@ for rows, page, depth in ((1, 0, 128), (4, 24, 64)):
 """
 
 
+@pytest.mark.skipif(
+    not installed_version("triton").startswith(("3.6.", "3.7.")),
+    reason="this version of Triton has another Gluon than the kernel is written in",
+)
 def test_one_warp_exchanges_nothing_through_shared_memory(
     compiled_facts: Callable[..., list[dict[str, Any]]],
 ) -> None:
