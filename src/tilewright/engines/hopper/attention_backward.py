@@ -8,18 +8,21 @@ its own, and two of seven products are made twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs, Proposal
-from tilewright.engines.compiled.compiler import KernelSpec
 from tilewright.engines.compiled.planned import (
     KernelPlan,
     PlannedKernel,
-    operand,
     pointer_type,
     slot_numbers,
+)
+from tilewright.engines.hopper.attention_backward_arguments import Arguments
+from tilewright.engines.hopper.attention_backward_balance import (
+    Division,
+    divide,
+    heads_together,
+    undivided,
 )
 from tilewright.engines.hopper.attention_backward_kernel import attention_backward
 from tilewright.engines.hopper.attention_backward_query import attention_backward_query
@@ -36,8 +39,7 @@ from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Constant, Scratch
+from tilewright.launch.prepared import Constant, Scratch
 from tilewright.launch.tensor_maps import scratch_map, tensor_map
 from tilewright.launch.workspace import plan_workspace
 
@@ -68,7 +70,7 @@ _PART_WARPS = 4
 _SINK_ROWS = 1024
 # What only a pass with sums has in the workspace.
 _SUMS = ("sums", "lse_parts", "delta_parts")
-_ITEM_BYTES, _FLOAT_BYTES = 2, 4
+_ITEM_BYTES, _FLOAT_BYTES, _COUNT_BYTES = 2, 4, 4
 # Numbers of a line of the boxes in which dQ's sums are moved.
 _LINE = 32
 # Columns of row statistics in parts, and the least scale by which they are divided.
@@ -94,7 +96,7 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
         raise NotSupportedError(
             f"STAGES={stages}; attention's backward takes {_FEWEST_SLOTS} to {most} here"
         )
-    call = _Call(spec, slot_numbers(graph), rows)
+    call = _Call(spec, slot_numbers(graph), rows, sm_count)
     kernels = [call.prepare(), call.products(stages)]
     kernels.append(call.finish() if call.has_sums else call.query())
     if "dSink_token" in call.spec.ports:
@@ -123,80 +125,14 @@ def padded(head_size: int) -> int:
     return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
 
 
-@dataclass
-class _Arguments:
-    """A kernel's run-time arguments in order."""
-
-    slots: Mapping[int, int]
-    types: list[tuple[str, str]] = field(default_factory=list)
-    values: list[Argument] = field(default_factory=list)
-    aligned: set[str] = field(default_factory=set)
-
-    def add(self, name: str, kind: str, value: Argument, *, is_aligned: bool = False) -> None:
-        """One argument."""
-        self.types.append((name, kind))
-        self.values.append(value)
-        if is_aligned:
-            self.aligned.add(name)
-
-    def pointer(self, name: str, tensor: Tensor, *, is_aligned: bool = False) -> None:
-        """A bound operand's address."""
-        self.add(name, pointer_type(tensor), operand(self.slots, tensor), is_aligned=is_aligned)
-
-    def counts(self, **values: int) -> None:
-        """Counts, int32."""
-        for name, value in values.items():
-            self.add(name, "i32", Constant(value))
-
-    def starts(self, name: str, tensor: Tensor, *, in_rows: bool = False) -> None:
-        """Where a packed operand's sequences start, in rows or elements; a dense one has none."""
-        given = tensor.ragged_offset
-        unit = tensor.ragged_offset_multiplier
-        if in_rows:
-            unit //= max(tensor.stride[2], 1)
-        self.pointer(f"{name}_starts", tensor if given is None else given)
-        step = 0 if given is None else given.stride[0]
-        self.add(f"{name}_starts_step", "i64", Constant(step))
-        unit = 0 if given is None else unit
-        self.add(f"{name}_unit", "i64", Constant(unit), is_aligned=unit % 16 == 0)
-
-    def lengths(self, name: str, tensor: Tensor | None, stand_in: Tensor) -> None:
-        """Lengths of sequences, or their running sums."""
-        self.pointer(f"lengths_{name}", stand_in if tensor is None else tensor)
-        step = 0 if tensor is None else tensor.stride[0]
-        self.add(f"lengths_{name}_step", "i64", Constant(step))
-
-    def steps(self, name: str, tensor: Tensor) -> None:
-        """The steps of batch, head and row."""
-        for axis, suffix in enumerate(("batch", "head", "row")):
-            step = tensor.stride[axis] if tensor.dim[axis] > 1 else 0
-            self.add(f"{name}_{suffix}", "i64", Constant(step), is_aligned=step % 16 == 0)
-
-    def kernel(
-        self,
-        function: Any,
-        programs: int,
-        constants: Mapping[str, Any],
-        warps: int,
-        max_registers: int | None = None,
-    ) -> PlannedKernel:
-        """The launch."""
-        spec = KernelSpec(
-            function,
-            tuple(self.types),
-            tuple(constants.items()),
-            frozenset(self.aligned),
-            warps,
-            max_registers=max_registers,
-        )
-        return PlannedKernel(spec, (programs, 1, 1), tuple(self.values))
-
-
 class _Call:
     """What the launches of one plan have in common."""
 
-    def __init__(self, spec: BackwardSpec, slots: Mapping[int, int], tile_rows: int) -> None:
+    def __init__(
+        self, spec: BackwardSpec, slots: Mapping[int, int], tile_rows: int, sm_count: int
+    ) -> None:
         self.spec, self.slots, self.tile_rows = spec, slots, tile_rows
+        self.sm_count = sm_count
         self.depth, self.depth_v = padded(spec.depth), padded(spec.depth_v)
         self.is_wide = width_of(spec) > _WIDEST_TOGETHER
         if self.is_wide:
@@ -212,18 +148,64 @@ class _Call:
             parts = count // _FLOAT_BYTES * _PARTS * _ITEM_BYTES
             sizes += [("sums of dQ", count * self.depth)]
             sizes += [("parts of Stats", parts), ("parts of Delta", parts)]
+        self.division = self._divide()
+        has_shares = self.division.shares > 1
+        if has_shares:
+            numbers = self.division.sharing * _BLOCK_KEYS * (self.depth + self.depth_v)
+            sizes += [("shares of dK and dV", numbers * _FLOAT_BYTES)]
+            sizes += [("arrivals", 2 * self.division.sharing * _COUNT_BYTES)]
         self.scratch = tuple(sizes)
         self.offsets = [piece.offset_bytes for piece in plan_workspace(sizes).pieces]
+        self.shares_at, self.arrivals_at = self.offsets[-2:] if has_shares else (0, 0)
+
+    def _divide(self) -> Division:
+        """Programs a block of keys: more than one where all blocks see the same rows."""
+        spec = self.spec
+        blocks = -(-spec.keys // _BLOCK_KEYS) * spec.heads_kv * spec.batch
+        has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
+        if not self.has_sums or self.is_masked or has_lengths:
+            return undivided(blocks)
+        return divide(blocks, -(-spec.rows // self.tile_rows), spec.group, self.sm_count)
+
+    @property
+    def is_masked(self) -> bool:
+        """True if rows do not all see the same keys."""
+        return self.spec.left is not None or self.spec.right is not None
+
+    def _rows_seen(self, block_keys: int) -> list[int]:
+        """Tiles of rows that each block of keys sees, as long as sequences are declared."""
+        spec, found = self.spec, []
+        for first in range(0, spec.keys, block_keys):
+            low, end = 0, spec.rows
+            if spec.right is not None:
+                low = max(first - spec.right, 0) // self.tile_rows
+            if spec.left is not None:
+                last = min(first + block_keys, spec.keys) - 1
+                end = min(end, max(last + spec.left, 0))
+            found.append(max(-(-end // self.tile_rows) - low, 1) * spec.group)
+        return found
+
+    def _keys_seen(self, block: int) -> list[int]:
+        """Blocks of keys that each program of dQ sees, from the last rows on."""
+        spec, found = self.spec, []
+        for first in reversed(range(0, spec.rows, _QUERY_ROWS)):
+            low, end = 0, spec.keys
+            if spec.left is not None:
+                low = max(first - spec.left + 1, 0) // block
+            if spec.right is not None:
+                end = min(end, first + _QUERY_ROWS + spec.right)
+            found.append(max(-(-end // block) - low, 1))
+        return found
 
     def prepare(self) -> PlannedKernel:
         """Row statistics, and zeros in dQ's sums."""
-        spec, arguments = self.spec, _Arguments(self.slots)
+        spec, arguments = self.spec, Arguments(self.slots)
         ports = {"o": spec.ports["o"], "d_o": spec.ports["dO"], "stats": spec.ports["stats"]}
         for name, tensor in ports.items():
             arguments.pointer(name, tensor, is_aligned=name != "stats")
         self._workspace(arguments)
         # Without sums the first array keeps their places; nobody looks.
-        at = dict(zip(_SUMS, self.offsets[2:] or [0, 0, 0], strict=True))
+        at = dict(zip(_SUMS, self.offsets[2:5] or [0, 0, 0], strict=True))
         arguments.add("sums", "*fp32", Scratch(at["sums"]), is_aligned=True)
         for name in ("lse_parts", "delta_parts"):
             kind = pointer_type(spec.ports["q"])
@@ -235,14 +217,20 @@ class _Call:
         arguments.counts(rows=spec.rows, padded_rows=self.padded_rows, heads=spec.heads_q)
         for name, tensor in ports.items():
             arguments.steps(name, tensor)
-        constants = {"WIDTH": spec.depth_v, "BLOCK_WIDTH": self.depth_v}
+        arguments.add("arrivals", "*i32", Scratch(self.arrivals_at), is_aligned=True)
+        arguments.counts(arrivals_count=2 * self.division.sharing)
+        constants = {
+            "SHARES": self.division.shares > 1,
+            "WIDTH": spec.depth_v,
+            "BLOCK_WIDTH": self.depth_v,
+        }
         constants["DEPTH"] = self.depth if self.has_sums else 0
         constants |= self._sequences_q()
         return arguments.kernel(prepare_rows, self._row_blocks(), constants, _PART_WARPS)
 
     def products(self, stages: int) -> PlannedKernel:
         """DK and dV, and dQ's sums."""
-        spec, arguments = self.spec, _Arguments(self.slots)
+        spec, arguments = self.spec, Arguments(self.slots)
         block_keys = _BLOCK_KEYS // 2 if self.is_wide else _BLOCK_KEYS
         self._maps(arguments, self.tile_rows, _BLOCK_KEYS // 2)
         for name, port in (("d_k", "dK"), ("d_v", "dV")):
@@ -255,9 +243,16 @@ class _Call:
         if self.has_sums:
             group_bytes += self.depth * _FLOAT_BYTES
         group_bytes *= spec.group * self.padded_rows
-        self._problem(arguments, together=self._together(group_bytes, spec.heads_kv))
+        together = self._together(group_bytes)
+        if self.is_masked:
+            together = self._balanced(together, self._rows_seen(block_keys))
+        self._problem(arguments, together=together)
         arguments.steps("d_k", spec.ports["dK"])
         arguments.steps("d_v", spec.ports["dV"])
+        if not self.is_wide:
+            arguments.add("held_shares", "*fp32", Scratch(self.shares_at), is_aligned=True)
+            arguments.add("arrivals", "*i32", Scratch(self.arrivals_at), is_aligned=True)
+            arguments.counts(whole=self.division.whole, shares=self.division.shares)
         constants = {
             "DEPTH": self.depth,
             "DEPTH_V": self.depth_v,
@@ -266,23 +261,37 @@ class _Call:
             "ROWS": self.tile_rows,
         }
         constants |= self._masks(block_keys)
+        has_lengths = spec.lengths_q is not None
+        is_cut = self.is_masked and spec.rows % self.tile_rows != 0
+        constants["HAS_END"] = has_lengths or is_cut
         kernel = attention_backward_wide
         if not self.is_wide:
-            constants |= {"STAGES": stages, "STAGES_O": _SLOTS_O, "MAKES_D_Q": self.has_sums}
+            constants |= {
+                "SHARES": self.division.shares > 1,
+                "STAGES": stages,
+                "STAGES_O": _SLOTS_O,
+                "MAKES_D_Q": self.has_sums,
+            }
             kernel = attention_backward
-        programs = -(-spec.keys // block_keys) * spec.heads_kv * spec.batch
+        programs = self.division.programs
+        if self.is_wide:
+            programs = -(-spec.keys // block_keys) * spec.heads_kv * spec.batch
         return arguments.kernel(kernel, programs, constants, 4, _ENTRY_REGISTERS)
 
     def query(self) -> PlannedKernel:
         """DQ in a fixed order."""
-        spec, arguments = self.spec, _Arguments(self.slots)
+        spec, arguments = self.spec, Arguments(self.slots)
         block, stages, stages_v = _QUERY_TILES[width_of(spec)]
         self._maps(arguments, _QUERY_ROWS // 2, block)
         arguments.pointer("d_q", spec.ports["dQ"], is_aligned=True)
         self._workspace(arguments)
         self._sequences(arguments, ("d_q",))
         head_bytes = spec.keys * (self.depth + self.depth_v) * _ITEM_BYTES
-        together = self._together(head_bytes, spec.heads_kv) * spec.group
+        together = self._together(head_bytes)
+        if self.is_masked:
+            programs = [seen for seen in self._keys_seen(block) for _ in range(spec.group)]
+            together = self._balanced(together, programs)
+        together *= spec.group
         self._problem(arguments, together=together)
         arguments.steps("d_q", spec.ports["dQ"])
         constants = {
@@ -299,7 +308,7 @@ class _Call:
 
     def finish(self) -> PlannedKernel:
         """DQ from its sums."""
-        spec, arguments = self.spec, _Arguments(self.slots)
+        spec, arguments = self.spec, Arguments(self.slots)
         d_q = spec.ports["dQ"]
         arguments.add("sums", "*fp32", Scratch(self.offsets[2]), is_aligned=True)
         arguments.pointer("d_q", d_q, is_aligned=True)
@@ -318,7 +327,7 @@ class _Call:
     def _sequences_q(self) -> dict[str, int | bool]:
         return {"LENGTHS_Q": length_kind(self.spec.ports, "q"), "RAGGED_Q": self.spec.ragged_q}
 
-    def _maps(self, arguments: _Arguments, rows: int, keys: int) -> None:
+    def _maps(self, arguments: Arguments, rows: int, keys: int) -> None:
         """Tensor maps that move tiles of ``rows`` rows and ``keys`` keys."""
         for name, port, extent, depth in (
             ("q_map", "q", rows, self.depth),
@@ -330,7 +339,7 @@ class _Call:
             value = tensor_map(tensor, self.slots[tensor.uid], box)
             arguments.add(name, map_type(tensor, box), value)
 
-    def _sequences(self, arguments: _Arguments, gradients: tuple[str, ...]) -> None:
+    def _sequences(self, arguments: Arguments, gradients: tuple[str, ...]) -> None:
         """Lengths of sequences, and where they start in what a kernel reads and stores."""
         spec = self.spec
         arguments.lengths("q", spec.lengths_q, spec.ports["q"])
@@ -339,7 +348,7 @@ class _Call:
         for name in ("q", "d_o", "k", "v", *gradients):
             arguments.starts(name, spec.ports[ports.get(name, name)], in_rows=True)
 
-    def _problem(self, arguments: _Arguments, together: int) -> None:
+    def _problem(self, arguments: Arguments, together: int) -> None:
         spec = self.spec
         arguments.add("scale", "fp32", Constant(spec.scale))
         arguments.counts(
@@ -368,13 +377,18 @@ class _Call:
             "RAGGED_KV": spec.ragged_kv,
         }
 
-    def _together(self, head_bytes: int, heads: int) -> int:
-        """Heads whose programs take turns: as many as L2 holds what they read and add to."""
-        return min(max(_L2_BYTES // head_bytes, 1), heads * self.spec.batch)
+    def _together(self, head_bytes: int) -> int:
+        """Key heads whose programs take turns: as many as L2 holds what they read and add to."""
+        return min(max(_L2_BYTES // head_bytes, 1), self.spec.heads_kv * self.spec.batch)
+
+    def _balanced(self, most: int, lengths: list[int]) -> int:
+        """At most so many key heads, and such that all programs end together."""
+        heads = self.spec.heads_kv * self.spec.batch
+        return heads_together(most, heads, lengths, self.sm_count)
 
     def sinks(self) -> PlannedKernel:
         """DSink."""
-        spec, arguments = self.spec, _Arguments(self.slots)
+        spec, arguments = self.spec, Arguments(self.slots)
         d_sink = spec.ports["dSink_token"]
         arguments.pointer("sink", spec.ports["sink_token"])
         self._workspace(arguments)
@@ -384,11 +398,11 @@ class _Call:
         arguments.add("d_sink_head", "i64", Constant(step))
         return arguments.kernel(finish_sinks, spec.heads_q, {"ROWS": _SINK_ROWS}, _PART_WARPS)
 
-    def _workspace(self, arguments: _Arguments) -> None:
+    def _workspace(self, arguments: Arguments) -> None:
         for name, offset in zip(("lse", "delta"), self.offsets, strict=False):
             arguments.add(name, "*fp32", Scratch(offset), is_aligned=True)
 
-    def _sums(self, arguments: _Arguments) -> None:
+    def _sums(self, arguments: Arguments) -> None:
         """DQ's sums and the parts of row statistics as the copy engine has them."""
         if not self.has_sums:
             for name in _SUMS:
@@ -399,7 +413,7 @@ class _Call:
         given = [(DataType.FLOAT, (rows * self.depth // _LINE, _LINE), box, _LINE * _FLOAT_BYTES)]
         given += [(kind, (rows, _PARTS), (self.tile_rows, _PARTS), _PARTS * _ITEM_BYTES)] * 2
         for name, offset, (held, dim, box, swizzle) in zip(
-            _SUMS, self.offsets[2:], given, strict=True
+            _SUMS, self.offsets[2:5], given, strict=True
         ):
             value = scratch_map(name, held, offset, dim, box, swizzle)
             arguments.add(name, box_type(held, box), value)

@@ -36,29 +36,68 @@ from tilewright.engines.hopper.attention_backward_sums import carry, consume_wit
 
 @gluon.jit
 def consume_0(
-    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+    q_map,
+    k_map,
+    v_map,
+    d_o_map,
+    sums,
+    lse_parts,
+    delta_parts,
+    memory,
+    problem,
+    config,
+    d_k,
+    d_v,
+    held_shares,
+    arrivals,
 ):
     if works(problem, config):
         if config.MAKES_D_Q:
-            consume_with_sums(memory, problem, config, d_k, d_v, 0)
+            consume_with_sums(memory, problem, config, d_k, d_v, held_shares, arrivals, 0)
         else:
             consume(memory, problem, config, d_k, d_v, 0)
 
 
 @gluon.jit
 def consume_1(
-    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+    q_map,
+    k_map,
+    v_map,
+    d_o_map,
+    sums,
+    lse_parts,
+    delta_parts,
+    memory,
+    problem,
+    config,
+    d_k,
+    d_v,
+    held_shares,
+    arrivals,
 ):
     if works(problem, config):
         if config.MAKES_D_Q:
-            consume_with_sums(memory, problem, config, d_k, d_v, 1)
+            consume_with_sums(memory, problem, config, d_k, d_v, held_shares, arrivals, 1)
         else:
             consume(memory, problem, config, d_k, d_v, 1)
 
 
 @gluon.jit
 def produce_for(
-    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+    q_map,
+    k_map,
+    v_map,
+    d_o_map,
+    sums,
+    lse_parts,
+    delta_parts,
+    memory,
+    problem,
+    config,
+    d_k,
+    d_v,
+    held_shares,
+    arrivals,
 ):
     if works(problem, config):
         produce(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
@@ -66,7 +105,20 @@ def produce_for(
 
 @gluon.jit
 def carry_for(
-    q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config, d_k, d_v
+    q_map,
+    k_map,
+    v_map,
+    d_o_map,
+    sums,
+    lse_parts,
+    delta_parts,
+    memory,
+    problem,
+    config,
+    d_k,
+    d_v,
+    held_shares,
+    arrivals,
 ):
     if works(problem, config):
         carry(sums, memory, problem, config)
@@ -81,21 +133,25 @@ def attention_backward(
     d_k_starts, d_k_starts_step, d_k_unit, d_v_starts, d_v_starts_step, d_v_unit,
     scale, rows, keys, padded_rows, left, right, heads_kv, group, together,
     d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row,
+    held_shares, arrivals, whole, shares,
     DEPTH: gl.constexpr, DEPTH_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
     ROWS: gl.constexpr, STAGES: gl.constexpr, STAGES_O: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     HAS_TAIL: gl.constexpr, MAKES_D_Q: gl.constexpr, LENGTHS_Q: gl.constexpr,
     LENGTHS_KV: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_KV: gl.constexpr,
+    SHARES: gl.constexpr, HAS_END: gl.constexpr,
 ):  # fmt: skip
     config = Config(
         DEPTH, DEPTH_V, WIDTH, WIDTH_V, 2 * KEYS, ROWS, STAGES, STAGES_O, HAS_LEFT, HAS_RIGHT,
         BOTTOM_RIGHT, HAS_TAIL, MAKES_D_Q, LENGTHS_Q, LENGTHS_KV, RAGGED_Q, RAGGED_KV,
+        SHARES, HAS_END,
     )  # fmt: skip
     problem = problem_of(
         lse, delta, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
         Starts(q_starts, q_starts_step, q_unit), Starts(d_o_starts, d_o_starts_step, d_o_unit),
         Starts(k_starts, k_starts_step, k_unit), Starts(v_starts, v_starts_step, v_unit),
         scale, rows, keys, padded_rows, left, right, heads_kv, group, together, config,
+        whole, shares,
     )  # fmt: skip
     d_k_starts = Starts(d_k_starts, d_k_starts_step, d_k_unit)
     d_v_starts = Starts(d_v_starts, d_v_starts_step, d_v_unit)
@@ -142,6 +198,7 @@ def attention_backward(
         q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config,
         gradient_of(d_k, d_k_starts, d_k_batch, d_k_head, d_k_row, problem, config),
         gradient_of(d_v, d_v_starts, d_v_batch, d_v_head, d_v_row, problem, config),
+        held_shares, arrivals,
     )  # fmt: skip
     if MAKES_D_Q:
         gl.warp_specialize(

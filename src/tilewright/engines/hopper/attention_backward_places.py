@@ -20,17 +20,36 @@ def fresh_zero(step):
 
 
 @gluon.jit
-def block_of(keys, heads_kv, together, config):
-    """(first key, head, batch entry) of this program.
+def share_of(whole, shares, config):
+    """(block of keys, how many blocks, programs before that share, share, of how many).
+
+    Blocks from number ``whole`` on have ``shares`` programs, each with a share of the rows.
+    """
+    block = gl.program_id(0)
+    blocks = gl.num_programs(0)
+    first_share, share, count = block * 0, block * 0, block * 0 + 1
+    if config.SHARES:
+        behind = max(block - whole, 0)
+        if block >= whole:
+            count = shares
+        blocks = whole + (blocks - whole) // shares
+        block = min(block, whole) + behind // shares
+        share = behind % shares
+        first_share = behind - share
+    return block, blocks, first_share, share, count
+
+
+@gluon.jit
+def block_of(block, all_blocks, keys, heads_kv, together, config):
+    """(first key, head, batch entry) of a block.
 
     Early keys see most rows under a causal mask: they come first, those of ``together`` heads, as
     many as L2 holds, next to one another.
     """
     blocks = (keys + config.BLOCK_KEYS - 1) // config.BLOCK_KEYS
-    program = gl.program_id(0)
-    lines = gl.num_programs(0) // blocks
-    first_line = program // (blocks * together) * together
-    place = program - first_line * blocks
+    lines = all_blocks // blocks
+    first_line = block // (blocks * together) * together
+    place = block - first_line * blocks
     width = min(together, lines - first_line)
     line = first_line + place % width
     return (place // width) * config.BLOCK_KEYS, line % heads_kv, line // heads_kv
@@ -57,9 +76,11 @@ def problem_of(
     lse, delta, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
     q_starts, d_o_starts, k_starts, v_starts,
     scale, rows, keys, padded_rows, left, right, heads_kv, group, together, config,
+    whole=0, shares=1,
 ):  # fmt: skip
     """The part of this program."""
-    first_key, head_kv, batch = block_of(keys, heads_kv, together, config)
+    block, blocks, first_share, share, shares = share_of(whole, shares, config)
+    first_key, head_kv, batch = block_of(block, blocks, keys, heads_kv, together, config)
     own_rows = extent_of(batch, lengths_q, lengths_q_step, rows, config.LENGTHS_Q)
     own_keys = extent_of(batch, lengths_kv, lengths_kv_step, keys, config.LENGTHS_KV)
     end = keys
@@ -79,6 +100,7 @@ def problem_of(
         start_of(batch, d_o_starts, config.RAGGED_Q),
         start_of(batch, k_starts, config.RAGGED_KV),
         start_of(batch, v_starts, config.RAGGED_KV),
+        first_share, share, shares,
     )  # fmt: skip
 
 
@@ -117,7 +139,23 @@ def row_tiles(problem, config):
         end = min(end, max(last + problem.left, 0))
     high = (end + config.ROWS - 1) // config.ROWS
     low = min(low, problem.padded_rows // config.ROWS - 1)
-    return low, max(high, low + 1)
+    high = max(high, low + 1)
+    if config.SHARES:
+        count = high - low
+        high = low + count * (problem.share + 1) // problem.shares
+        low = low + count * problem.share // problem.shares
+    return low, high
+
+
+@gluon.jit
+def turned(tile, low, high, config):
+    """The tile that is walked in place of ``tile``: under a causal mask the last one first.
+
+    All keys have those, so that programs of a head that run together walk the same rows.
+    """
+    if config.HAS_RIGHT and not config.HAS_LEFT:
+        tile = low + high - 1 - tile
+    return tile
 
 
 @gluon.jit
@@ -133,6 +171,9 @@ def open_tiles(low, high, problem, config):
     if config.HAS_TAIL:
         if problem.first_key + config.BLOCK_KEYS > problem.keys:
             low_open = high
+    if config.HAS_END:
+        if problem.rows <= low * config.ROWS:
+            low_open = high
     low_open = min(max(low_open, low), high)
     high_open = min(max(high_open, low_open), high)
     return low_open, high_open
@@ -147,4 +188,7 @@ def visible_or_zero(values, key, first_row, problem, config):
         seen = seen & (key[:, None] <= (row + problem.right)[None, :])
     if config.HAS_LEFT:
         seen = seen & (key[:, None] > (row - problem.left)[None, :])
+    if config.HAS_END:
+        # Their P is 0, and 0 times NaN is NaN.
+        seen = seen & (row < problem.rows)[None, :]
     return gl.where(seen, values, 0.0)

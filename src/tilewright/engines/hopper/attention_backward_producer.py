@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewright.engines.hopper.attention_backward_parts import PARTS
-from tilewright.engines.hopper.attention_backward_places import row_tiles
+from tilewright.engines.hopper.attention_backward_places import row_tiles, turned
 from tilewright.engines.hopper.attention_backward_records import (
     EVERYBODY,
     KEYS,
@@ -48,6 +48,8 @@ def produce(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, proble
         at = line.to(gl.int64)
         for tile in range(low, high):
             first = tile * ROWS
+            if config.MAKES_D_Q:
+                first = turned(tile, low, high, config) * ROWS
             stage = step % config.STAGES
             if not config.MAKES_D_Q:
                 lse = gl.load(problem.lse + at + first + row)

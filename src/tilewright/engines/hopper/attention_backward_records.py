@@ -36,7 +36,8 @@ class Config:
     """What the code specializes on; see ``attention_backward.py`` for how it is chosen.
 
     A program has BLOCK_KEYS keys, a tile ROWS rows. Head sizes of WIDTH and WIDTH_V columns are
-    filled up to DEPTH and DEPTH_V with zeros.
+    filled up to DEPTH and DEPTH_V with zeros. With SHARES several programs may have the same keys;
+    with HAS_END a key may be seen by rows behind the sequence's end alone.
     """
 
     DEPTH: gl.constexpr
@@ -56,6 +57,8 @@ class Config:
     LENGTHS_KV: gl.constexpr
     RAGGED_Q: gl.constexpr
     RAGGED_KV: gl.constexpr
+    SHARES: gl.constexpr
+    HAS_END: gl.constexpr
     # Derived: columns of dQ that a consumer makes, all of half of the rows where a tile has two
     # pieces; whether NaN and infinity in keys that some row does not see could get into dQ; and
     # whether anything is masked.
@@ -83,6 +86,8 @@ class Config:
         LENGTHS_KV,
         RAGGED_Q,
         RAGGED_KV,
+        SHARES=False,
+        HAS_END=False,
     ):
         self.DEPTH = gl.constexpr(DEPTH)
         self.DEPTH_V = gl.constexpr(DEPTH_V)
@@ -101,9 +106,11 @@ class Config:
         self.LENGTHS_KV = gl.constexpr(LENGTHS_KV)
         self.RAGGED_Q = gl.constexpr(RAGGED_Q)
         self.RAGGED_KV = gl.constexpr(RAGGED_KV)
+        self.SHARES = gl.constexpr(SHARES)
+        self.HAS_END = gl.constexpr(HAS_END)
         self.COLUMNS = gl.constexpr(DEPTH if ROWS == 128 else DEPTH // 2)
         self.HIDES = gl.constexpr(MAKES_D_Q and (HAS_LEFT or HAS_RIGHT or LENGTHS_KV != 0))
-        self.MASKS = gl.constexpr(HAS_LEFT or HAS_RIGHT or HAS_TAIL)
+        self.MASKS = gl.constexpr(HAS_LEFT or HAS_RIGHT or HAS_TAIL or HAS_END)
 
 
 @aggregate
@@ -141,7 +148,9 @@ class Problem:
     ``rows`` and ``keys`` are the sequence's extents, ``end`` of the keys where dK and dV end;
     ``tiles`` and ``padded_rows`` are the same for all. ``batch_q`` and ``batch_kv`` are what tensor
     maps step by, ``q_row`` and the like the rows before a packed sequence. ``left`` and ``right``
-    are the band in the sequence's rows: row i sees key j if i - left < j <= i + right.
+    are the band in the sequence's rows: row i sees key j if i - left < j <= i + right. Of the rows
+    that see the keys the program has share number ``share`` of ``shares``; ``first_share`` programs
+    that share keys come before those that share these.
     """
 
     lse: gl.tensor
@@ -164,6 +173,9 @@ class Problem:
     d_o_row: gl.tensor
     k_row: gl.tensor
     v_row: gl.tensor
+    first_share: gl.tensor
+    share: gl.tensor
+    shares: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
@@ -188,6 +200,9 @@ class Problem:
         d_o_row,
         k_row,
         v_row,
+        first_share,
+        share,
+        shares,
     ):
         self.lse = lse
         self.delta = delta
@@ -209,6 +224,9 @@ class Problem:
         self.d_o_row = d_o_row
         self.k_row = k_row
         self.v_row = v_row
+        self.first_share = first_share
+        self.share = share
+        self.shares = shares
 
 
 @aggregate

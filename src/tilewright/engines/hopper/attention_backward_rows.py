@@ -22,13 +22,17 @@ from tilewright.engines.hopper.attention_records import NO_LENGTHS
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)
+# Counts of arrivals that are cleared at once.
+MOST_ARRIVALS = gl.constexpr(2048)
 
 
 @gluon.jit
 def row_block(lengths, lengths_step, rows, padded_rows, heads, KIND: gl.constexpr):
     """(line, batch entry, head, first row, rows of the batch entry) of a program."""
     blocks = padded_rows // BLOCK
-    program = gl.program_id(0)
+    # From the last one: what the products read first is then the latest in L2, and what they added
+    # up last is there still.
+    program = gl.num_programs(0) - 1 - gl.program_id(0)
     line = (program // blocks).to(gl.int64)
     batch = line // heads
     own = length_of(batch, lengths, lengths_step, rows, KIND)
@@ -53,13 +57,18 @@ def prepare_rows(
     o_starts, o_starts_step, o_unit, d_o_starts, d_o_starts_step, d_o_unit,
     stats_starts, stats_starts_step, stats_unit, rows, padded_rows, heads,
     o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, stats_batch, stats_head, stats_row,
+    arrivals, arrivals_count,
     WIDTH: gl.constexpr, BLOCK_WIDTH: gl.constexpr, DEPTH: gl.constexpr,
-    LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr,
+    LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """Row statistics; their parts and zeros in the sums where there are any: DEPTH is 0 without."""
     line, batch, head, first, own = row_block(
         lengths_q, lengths_q_step, rows, padded_rows, heads, LENGTHS_Q
     )
+    if SHARES:
+        if gl.program_id(0) == 0:
+            counter = gl.arange(0, MOST_ARRIVALS, gl.BlockedLayout([4], [32], [4], [0]))
+            gl.store(arrivals + counter, counter * 0, mask=counter < arrivals_count)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_WIDTH, BLOCK_WIDTH // 8], [4, 1], [1, 0]
     )

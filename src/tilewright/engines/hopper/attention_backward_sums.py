@@ -30,13 +30,13 @@ from tilewright.engines.hopper.attention_backward_consumer import (
     LOG2E,
     clear_rows,
     is_masked,
-    store_gradient,
 )
 from tilewright.engines.hopper.attention_backward_parts import start_with_parts, units_of
 from tilewright.engines.hopper.attention_backward_places import (
     fresh_zero,
     open_tiles,
     row_tiles,
+    turned,
     visible_or_zero,
 )
 from tilewright.engines.hopper.attention_backward_records import (
@@ -53,6 +53,7 @@ from tilewright.engines.hopper.attention_backward_records import (
     RELEASE_Q,
     WITH_CARRIER,
 )
+from tilewright.engines.hopper.attention_backward_shares import add_share, store_gradients
 from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait, partition_barrier
 
 
@@ -206,7 +207,9 @@ def step_with_sums(
 
 
 @gluon.jit
-def consume_with_sums(memory, problem, config, d_k, d_v, CONSUMER: gl.constexpr):
+def consume_with_sums(
+    memory, problem, config, d_k, d_v, held_shares, arrivals, CONSUMER: gl.constexpr
+):
     """A consumer that makes its share of dQ too: 64 keys against every tile of rows."""
     D: gl.constexpr = config.DEPTH
     ROWS: gl.constexpr = config.ROWS
@@ -231,7 +234,7 @@ def consume_with_sums(memory, problem, config, d_k, d_v, CONSUMER: gl.constexpr)
     tile = low
     mbarrier.wait(memory.q_full.index(0), 0)
     q = memory.q.index(0)
-    clear_rows(q, tile * ROWS, problem.rows, config)
+    clear_rows(q, turned(tile, low, high, config) * ROWS, problem.rows, config)
     units = units_of(KEYS, score_layout, dtype)
     token = start_with_parts(memory.k.index(CONSUMER), q, memory.lse.index(0), units, zero)
     scores = warpgroup_mma_wait(0, deps=(token,))
@@ -241,16 +244,26 @@ def consume_with_sums(memory, problem, config, d_k, d_v, CONSUMER: gl.constexpr)
         if next_tile == high:
             next_tile = low
         scores, acc_k, acc_v = step_with_sums(
-            scores, acc_k, acc_v, zero, nothing, units, key, spoiled, any_spoiled, tile, next_tile,
+            scores, acc_k, acc_v, zero, nothing, units, key, spoiled, any_spoiled,
+            turned(tile, low, high, config), turned(next_tile, low, high, config),
             low_open, high_open, step, memory, problem, config, CONSUMER, False,
         )  # fmt: skip
         tile = next_tile
     scores, acc_k, acc_v = step_with_sums(
-        scores, acc_k, acc_v, zero, nothing, units, key, spoiled, any_spoiled, tile, tile,
-        low_open, high_open, steps - 1, memory, problem, config, CONSUMER, True,
+        scores, acc_k, acc_v, zero, nothing, units, key, spoiled, any_spoiled,
+        turned(tile, low, high, config), tile, low_open, high_open, steps - 1, memory, problem,
+        config, CONSUMER, True,
     )  # fmt: skip
-    store_gradient(acc_k * problem.scale, d_k, first_own, problem, config.WIDTH, dtype)
-    store_gradient(acc_v, d_v, first_own, problem, config.WIDTH_V, dtype)
+    if config.SHARES:
+        if problem.shares > 1:
+            add_share(
+                acc_k, acc_v, d_k, d_v, first_own, held_shares, arrivals, problem, config, dtype,
+                CONSUMER,
+            )  # fmt: skip
+        else:
+            store_gradients(acc_k, acc_v, d_k, d_v, first_own, problem, config, dtype)
+    else:
+        store_gradients(acc_k, acc_v, d_k, d_v, first_own, problem, config, dtype)
 
 
 @gluon.jit
@@ -274,6 +287,6 @@ def carry(sums, memory, problem, config):
             for w in gl.static_range(2):
                 barrier_wait(PIECE_STORED + w, WITH_CARRIER)
                 fence_async_shared()
-                box = at + tile * (config.ROWS * UNIT) + w * LINES
+                box = at + turned(tile, low, high, config) * (config.ROWS * UNIT) + w * LINES
                 reduce_tile(sums, [box, 0], memory.pieces.index(w))
     tma.store_wait(0)

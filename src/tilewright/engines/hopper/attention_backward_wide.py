@@ -301,10 +301,12 @@ def attention_backward_wide(
     ROWS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, HAS_TAIL: gl.constexpr, LENGTHS_Q: gl.constexpr,
     LENGTHS_KV: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_KV: gl.constexpr,
+    HAS_END: gl.constexpr,
 ):  # fmt: skip
     config = Config(
         DEPTH, DEPTH_V, WIDTH, WIDTH_V, KEYS, ROWS, STAGES, STAGES, HAS_LEFT, HAS_RIGHT,
         BOTTOM_RIGHT, HAS_TAIL, False, LENGTHS_Q, LENGTHS_KV, RAGGED_Q, RAGGED_KV,
+        False, HAS_END,
     )  # fmt: skip
     problem = problem_of(
         lse, delta, lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,

@@ -346,6 +346,26 @@ def test_keys_that_no_early_row_sees_may_hold_nan(depth: int, is_fixed: bool) ->
 
 @pytest.mark.L0
 @pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@pytest.mark.parametrize("depth", [64, 128, 256])
+def test_keys_that_no_row_sees_may_hold_nan(depth: int) -> None:
+    dims = dims_of(100, 256, depth, (1, 1))
+    pack = {n: torch.randn(dims[n], device="cuda").bfloat16() for n in ("q", "k", "v", "dO", "o")}
+    pack["stats"] = torch.full((2, 1, 100, 1), 5.0, device="cuda")
+    pack |= {n: torch.empty_like(pack[n[1:].lower()]) for n in ("dQ", "dK", "dV")}
+    pack["k"][:, :, 100:], pack["v"][:, :, 100:] = torch.nan, torch.nan
+    graph = declare(dims, device="cuda", use_causal_mask=True)
+    graph.build()
+    assert graph.selected_engine == "hopper"
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    graph.execute(pack, workspace)
+    assert torch.isfinite(pack["dQ"]).all()
+    for name in ("dK", "dV"):
+        assert torch.isfinite(pack[name]).all()
+        assert torch.all(pack[name][:, :, 100:] == 0.0), name
+
+
+@pytest.mark.L0
+@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [0.1, -2.0])
 def test_parts_of_row_statistics_keep_the_bits_of_a_float32(dtype: str, scale: float) -> None:

@@ -218,3 +218,16 @@ def test_padding_is_zeros_whatever_a_key_holds(size: int, operand: str) -> None:
         assert torch.all(call.pack["dQ"][b, :, length:] == 0.0), b
     # Its heads' sequences are spoilt, and no other.
     assert call.part("dQ", 0).isnan().all()
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_keys_that_no_row_of_the_sequence_sees_may_hold_nan(size: int, is_packed: bool) -> None:
+    # Rows behind the end would see them; their weights are 0, and 0 times NaN is NaN.
+    call = Call(size, "causal", is_packed=is_packed, as_sums=False, seed=4)
+    for b, rows in enumerate(LENGTHS["q"]):
+        for name in ("k", "v"):
+            call.part(name, b)[:, rows:] = torch.nan
+    call.run()
+    call.check()
