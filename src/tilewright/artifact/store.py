@@ -39,9 +39,9 @@ _DRAFT_NAME = r"\.[0-9a-f]{64}\.[0-9]+\.[0-9a-f]{16}\.tmp"
 _DRAFT_LIFE_S = 3600.0
 # Room is made for more than one entry at a time.
 _FILL_AFTER_REMOVAL = 0.9
-# A process that saw so much room left writes one part in so many of it before it looks again, so
-# that as many processes at once do not fill more. Looking takes time for every file that is there.
-_WRITERS_AT_ONCE = 64
+# A process writes one part in so many of the room that it saw before it looks again: by so little
+# may it pass the limit beside others. Looking takes time for every file that is there.
+_PARTS_OF_ROOM = 64
 # By folder and limit: bytes that this process may write before it looks.
 _unseen: dict[tuple[Path, int], int] = {}
 _lock = threading.Lock()
@@ -249,7 +249,7 @@ class Store:
             return
         total = self._removed_to_fit(kept)
         with _lock:
-            _unseen[place] = max(self.max_bytes - total, 0) // _WRITERS_AT_ONCE
+            _unseen[place] = max(self.max_bytes - total, 0) // _PARTS_OF_ROOM
 
     def _removed_to_fit(self, kept: Path) -> int:
         """Bytes that are there after what had to go is gone."""
