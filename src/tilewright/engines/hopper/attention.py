@@ -92,7 +92,7 @@ def choose_config(spec: AttentionSpec) -> AttentionConfig:
         return AttentionConfig(
             block_n=64, q_slots=1, out_parts=2, turns=False, ahead=True, lazy=True
         )
-    return AttentionConfig(early=spec.is_banded, lazy=True)
+    return AttentionConfig(early=spec.is_banded, prescale=True, lazy=True)
 
 
 def _fits_three(rows: int) -> bool:

@@ -28,6 +28,7 @@ from tilewright.engines.hopper.attention_softmax import (
 from tilewright.engines.hopper.barriers import (
     FIRST_FREE,
     barrier_arrive,
+    barrier_arrive_if,
     barrier_wait,
     unmoved,
 )
@@ -102,10 +103,15 @@ def next_block(
     problem,
     tiling,
     features,
+    slot,
+    is_last,
     MASKED: gl.constexpr,
     WARPGROUP: gl.constexpr,
 ):
-    """Scores of block ``block + 1`` beside the second product of ``block``."""
+    """Scores of block ``block + 1`` beside the second product of ``block``.
+
+    ``is_last``: the tile's Q, in ``slot``, is not needed any more then.
+    """
     before = stage_of(block, tiling)
     stage, phase = stage_of(block + 1, tiling), phase_of(block + 1, tiling)
     mbarrier.wait(memory.k_full.index(stage), phase)
@@ -121,12 +127,18 @@ def next_block(
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    if tiling.FREES_Q:
+        barrier_arrive_if(is_last, tiling.Q_BARRIER + slot, tiling.RELEASE)
     scores = shaped(scores, problem, features)
     if MASKED:
         scores = masked(scores, first, column, sequence, tiling, features, True)
     p_next, factor, top, total = softmax_block(
         scores, top, total, problem.scale, MASKED, tiling.LAZY
     )
+    if features.RAGGED_Q:
+        # It is there. The assembler puts no wait for the product before this one, as it does
+        # without: then no exponential runs under the product.
+        mbarrier.wait(memory.v_full.index(before), phase_of(block, tiling))
     acc, p = warpgroup_mma_wait(0, deps=(acc_after, p))
     barrier_arrive(tiling.V_BARRIER + before, tiling.RELEASE)
     if not tiling.PRESCALE:

@@ -1,13 +1,11 @@
 """A consumer of attention forward: four warps that make 64 rows of every tile.
 
-Its blocks of keys are in ``attention_blocks``. O leaves through shared memory of its own, or that
-of its own Q.
+Its blocks of keys are in ``attention_blocks``, how O leaves in ``attention_leaving``.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -24,8 +22,8 @@ from tilewright.engines.hopper.attention_blocks import (
     start_scores,
     take_turn,
 )
-from tilewright.engines.hopper.attention_places import element
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_leaving import leave
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, Place
 from tilewright.engines.hopper.attention_repair import note_spoiled, watched
 from tilewright.engines.hopper.attention_softmax import (
     clear_tail,
@@ -35,62 +33,7 @@ from tilewright.engines.hopper.attention_softmax import (
     unpacked,
 )
 from tilewright.engines.hopper.attention_words import told
-from tilewright.engines.hopper.barriers import barrier_arrive, partition_barrier
-
-
-@gluon.jit
-def in_parts(out, tiling):
-    """The columns of O in as many parts as leave one after another."""
-    if tiling.OUT_PARTS == 2:
-        half: gl.constexpr = out.shape[1] // 2
-        layout: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, half, 16]
-        )
-        low, high = gl.split(gl.permute(gl.reshape(out, [ROWS, 2, half]), [0, 2, 1]))
-        low = gl.convert_layout(low, layout, assert_trivial=True)
-        high = gl.convert_layout(high, layout, assert_trivial=True)
-        parts = (low, high)
-    else:
-        parts = (out,)
-    return parts
-
-
-@gluon.jit
-def leave(out, q, o_map, place, first, sequence, memory, problem, tiling, features,
-          WARPGROUP: gl.constexpr):  # fmt: skip
-    """O of a tile, through shared memory; the end of a packed sequence row by row."""
-    WIDTH: gl.constexpr = tiling.DEPTH_V // max(tiling.OUT_PARTS, 1)
-    parts = in_parts(out, tiling)
-    room = q
-    if tiling.OUT_PARTS > 0:
-        room = memory.o.index(WARPGROUP)
-    elif tiling.DEPTH_V != tiling.SLAB:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tiling.DEPTH_V], q.dtype)
-        room = q._reinterpret(q.dtype, [ROWS, tiling.DEPTH_V], layout)
-    batch = place.batch
-    if features.RAGGED_Q:
-        batch = place.batch * 0
-    if not features.RAGGED_Q or first + ROWS <= sequence.rows:
-        for i in gl.static_range(len(parts)):
-            if tiling.OUT_PARTS > 0:
-                # What left before has been read.
-                tma.store_wait(0)
-                partition_barrier()
-            room.store(parts[i])
-            fence_async_shared()
-            tma.async_copy_shared_to_global(
-                o_map, [batch, place.head, sequence.o_row + first, i * WIDTH], room
-            )
-    else:
-        # What follows in memory belongs to another sequence.
-        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-        columns = gl.arange(0, tiling.DEPTH_V, gl.SliceLayout(0, out.type.layout))
-        at = problem.o.pointer + element(problem.o, place.batch, place.head, sequence.o_row, True)
-        gl.store(
-            at + rows.to(gl.int64)[:, None] * problem.o.row + columns[None, :],
-            out,
-            mask=(rows < sequence.rows)[:, None] & (columns < problem.depth_v)[None, :],
-        )
+from tilewright.engines.hopper.barriers import barrier_arrive, barrier_arrive_if
 
 
 @gluon.jit
@@ -113,8 +56,8 @@ def ends_of_masks(place, first, sequence, tiling, features):
 
 
 @gluon.jit
-def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, memory, problem,
-                  tiling, features, WARPGROUP: gl.constexpr):  # fmt: skip
+def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, slot, memory,
+                  problem, tiling, features, WARPGROUP: gl.constexpr):  # fmt: skip
     """All blocks of a tile but the first: (p, acc, top, total, block)."""
     BN: gl.constexpr = tiling.BLOCK_N
     column = (place.high - 1) * BN
@@ -124,20 +67,20 @@ def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, me
         for j in range(1, free):
             p, acc, top, total, factor = next_block(
                 q_first, p, acc, top, total, factor, first, column - j * BN, block, sequence,
-                memory, problem, tiling, features, True, WARPGROUP,
+                memory, problem, tiling, features, slot, j == n - 1, True, WARPGROUP,
             )  # fmt: skip
             block += 1
-    for _ in range(free, edge):
+    for j in range(free, edge):
         p, acc, top, total, factor = next_block(
             q_first, p, acc, top, total, factor, first, 0, block, sequence, memory,
-            problem, tiling, features, False, WARPGROUP,
+            problem, tiling, features, slot, j == n - 1, False, WARPGROUP,
         )  # fmt: skip
         block += 1
     if features.HAS_LEFT:
         for j in range(edge, n):
             p, acc, top, total, factor = next_block(
                 q_first, p, acc, top, total, factor, first, column - j * BN, block, sequence,
-                memory, problem, tiling, features, True, WARPGROUP,
+                memory, problem, tiling, features, slot, j == n - 1, True, WARPGROUP,
             )  # fmt: skip
             block += 1
     return p, acc, top, total, factor, block
@@ -147,9 +90,39 @@ def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, me
 def tail_cleared(stage, phase, place, sequence, memory, tiling, features):
     """See ``clear_tail``, for a tile's first block."""
     if features.PAGED or features.LENGTHS_KV != NO_LENGTHS:
-        mbarrier.wait(memory.v_full.index(stage), phase)
-        column = (place.high - 1) * tiling.BLOCK_N
-        clear_tail(memory.v.index(stage), sequence.keys - column, tiling)
+        valid = sequence.keys - (place.high - 1) * tiling.BLOCK_N
+        if valid < tiling.BLOCK_N:
+            mbarrier.wait(memory.v_full.index(stage), phase)
+            clear_tail(memory.v.index(stage), valid, tiling)
+
+
+@gluon.jit
+def cut(some, place, sequence, block, memory, tiling, features, WARPGROUP: gl.constexpr):
+    """(place, block, skips): 1, and both go on by one, if no row here sees any of the first block.
+
+    So it is for the upper rows of a tile of more rows than a block has keys, under a causal mask.
+    """
+    skips = block * 0
+    if features.HAS_RIGHT:
+        end = place.first + (WARPGROUP + 1) * ROWS + sequence.right
+        unseen = (place.high - 1) * tiling.BLOCK_N >= end
+        skips = (some & unseen & (place.high - place.low > 1)).to(gl.int32)
+        stage = stage_of(block, tiling)
+        # It is waited for all the same: whoever misses a phase takes the next one for it.
+        mbarrier.wait(memory.k_full.index(stage), phase_of(block, tiling), pred=skips != 0)
+        barrier_arrive_if(skips, tiling.K_BARRIER + stage, tiling.RELEASE)
+        place = Place(place.batch, place.head, place.first, place.low, place.high - skips)
+        block += skips
+    return place, block, skips
+
+
+@gluon.jit
+def cut_values(skips, block, memory, tiling):
+    """Pass by the block of V that goes with one that was left out, the one before ``block``."""
+    before = block - skips
+    stage = stage_of(before, tiling)
+    mbarrier.wait(memory.v_full.index(stage), phase_of(before, tiling), pred=skips != 0)
+    barrier_arrive_if(skips, tiling.V_BARRIER + stage, tiling.RELEASE)
 
 
 @gluon.jit
@@ -161,6 +134,8 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
     )
     SLOTS: gl.constexpr = tiling.Q_SLOTS
     AHEAD: gl.constexpr = tiling.AHEAD
+    CUTS: gl.constexpr = tiling.CUTS and WARPGROUP < tiling.WARPGROUPS - 1
+    PARTS: gl.constexpr = max(tiling.OUT_PARTS, 1)
     DTYPE: gl.constexpr = memory.v.dtype
     first = place.first + WARPGROUP * ROWS
     slot = number % SLOTS
@@ -181,13 +156,15 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
             scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
         )
         tail_cleared(stage, phase, place, sequence, memory, tiling, features)
+    if tiling.FREES_Q:
+        barrier_arrive_if(place.high - place.low == 1, tiling.Q_BARRIER + slot, tiling.RELEASE)
     p, acc, top, total, factor, block = middle_blocks(
-        q_first, p, nothing, top, total, place, first, block, sequence, memory, problem,
+        q_first, p, nothing, top, total, place, first, block, sequence, slot, memory, problem,
         tiling, features, WARPGROUP,
     )  # fmt: skip
     last, last_phase = stage_of(block, tiling), phase_of(block, tiling)
     block += 1
-    if tiling.OUT_PARTS > 0:
+    if tiling.OUT_PARTS > 0 and not tiling.FREES_Q:
         # All scores of the tile are made.
         barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
     if SLOTS == 2:
@@ -239,11 +216,21 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
         stage, phase = stage_of(block, tiling), phase_of(block, tiling)
         mbarrier.wait(memory.q_full.index(0), (number + 1) & 1)
         more, next_place, next_sequence = told(0, memory, problem, features)
+        if CUTS:
+            next_place, block, skips = cut(
+                more, next_place, next_sequence, block, memory, tiling, features, WARPGROUP
+            )
+            stage, phase = stage_of(block, tiling), phase_of(block, tiling)
         mbarrier.wait(memory.k_full.index(stage), phase, pred=more)
         take_turn(tiling, WARPGROUP)
         token = start_scores(q_first, stage, memory, tiling)
         pass_turn(tiling, WARPGROUP)
-    leave(out, q_slot, o_map, place, first, sequence, memory, problem, tiling, features, WARPGROUP)
+    # A part that has to wait for the one before leaves later.
+    SOON: gl.constexpr = 1 if AHEAD else PARTS
+    leave(
+        out, q_slot, o_map, place, first, sequence, memory, problem, tiling, features, WARPGROUP,
+        0, SOON,
+    )  # fmt: skip
     if tiling.OUT_PARTS == 0:
         tma.store_wait(0)
         barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
@@ -258,6 +245,13 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
                 tiling, features, p_layout, DTYPE,
             )  # fmt: skip
         p, top, total = p_next, next_top, next_total
+        if CUTS:
+            cut_values(skips, block, memory, tiling)
+        if SOON < PARTS:
+            leave(
+                out, q_slot, o_map, place, first, sequence, memory, problem, tiling, features,
+                WARPGROUP, SOON, PARTS,
+            )  # fmt: skip
         if more:
             tail_cleared(stage, phase, next_place, next_sequence, memory, tiling, features)
     else:
@@ -283,20 +277,26 @@ def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPG
     some, place, sequence = told(0, memory, problem, features)
     # A tile's first scores are made beside the last product of the tile before, if Q has two slots,
     # or before O leaves, if that is not through Q's memory.
+    CUTS: gl.constexpr = tiling.CUTS and WARPGROUP < tiling.WARPGROUPS - 1
+    if CUTS:
+        block = gl.to_tensor(0)
+        place, block, skips = cut(some, place, sequence, block, memory, tiling, features, WARPGROUP)
     if tiling.AHEAD:
-        mbarrier.wait(memory.k_full.index(0), 0, pred=some)
+        mbarrier.wait(memory.k_full.index(block), 0, pred=some)
         take_turn(tiling, WARPGROUP)
-        token = start_scores(WARPGROUP * tiling.Q_PITCH, 0, memory, tiling)
+        token = start_scores(WARPGROUP * tiling.Q_PITCH, block, memory, tiling)
         pass_turn(tiling, WARPGROUP)
         scores = warpgroup_mma_wait(0, deps=(token,))
         if some:
-            barrier_arrive(tiling.K_BARRIER, tiling.RELEASE)
+            barrier_arrive(tiling.K_BARRIER + block, tiling.RELEASE)
         first = place.first + WARPGROUP * ROWS
         p, top, total = first_block(
             scores, place, first, sequence, problem, tiling, features, p_layout, DTYPE
         )
+        if CUTS:
+            cut_values(skips, block, memory, tiling)
         if some:
-            tail_cleared(0, 0, place, sequence, memory, tiling, features)
+            tail_cleared(block, 0, place, sequence, memory, tiling, features)
     else:
         # Made anew by every tile.
         p, top, total = nothing_yet(tiling, p_layout, DTYPE)

@@ -18,6 +18,8 @@ SCALE = 1024
 SORT_WARPS = 32
 HEADER = 2
 _SCALE = tl.constexpr(SCALE)
+# Tiles that are written down at a time.
+_AT_ONCE = tl.constexpr(4 * SCALE)
 _HEADER = tl.constexpr(HEADER)
 _LENGTHS, _SUMS = tl.constexpr(1), tl.constexpr(2)
 
@@ -103,8 +105,9 @@ def order_tiles(
         place = tl.atomic_add(counts + bucket, own, mask=own > 0)
         tl.store(starts + sequence, place, mask=sequence < batch)
     tl.debug_barrier()
-    for base in range(0, entries, _SCALE):
-        index = base + lane
+    wide = tl.arange(0, _AT_ONCE)
+    for base in range(0, entries, _AT_ONCE):
+        index = base + wide
         inside = index < entries
         sequence = index // tiles
         rows_of = _length(lengths_q, sequence, lengths_q_step, rows, inside, LENGTHS_Q)

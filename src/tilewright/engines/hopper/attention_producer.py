@@ -112,14 +112,8 @@ def batch_and_head(place, problem, features):
 
 
 @gluon.jit
-def produce_tile(
-    place, sequence, number, block, q_map, k_map, v_map, memory, problem, tiling, features
-):
-    """The copies of a tile but its first of K; the number of blocks so far.
-
-    A block of K goes before V of the block before: its place is free earlier, and it is wanted
-    first.
-    """
+def copy_q(place, sequence, number, q_map, memory, tiling, features):
+    """A tile of Q into its slot."""
     batch_q = place.batch
     if features.RAGGED_Q:
         batch_q = place.batch * 0
@@ -139,6 +133,15 @@ def produce_tile(
                 q_full,
                 memory.q.index((slot * tiling.WARPGROUPS + w) * tiling.Q_PITCH + s),
             )
+
+
+@gluon.jit
+def copy_blocks(place, sequence, block, k_map, v_map, memory, problem, tiling, features):
+    """The copies of a tile's K, but the first block, and V; the number of blocks so far.
+
+    A block of K goes before V of the block before: its place is free earlier, and it is wanted
+    first.
+    """
     column = (place.high - 1) * tiling.BLOCK_N
     for _ in range(1, place.high - place.low):
         before = column
@@ -153,18 +156,21 @@ def produce_tile(
 @gluon.jit
 def produce(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
     """The producer warp: every copy into shared memory."""
+    FETCHES: gl.constexpr = features.RAGGED_Q == ORDERED
     block = 0
     number = gl.to_tensor(0)
     more = gl.to_tensor(True)
-    if features.RAGGED_Q == ORDERED:
+    if FETCHES:
         count = items_of(problem)
         step = fetched(problem)
+        place, sequence = place_of(step, problem, tiling, features)
     else:
         count = steps_of(problem, tiling, features)
         step = next_step(0, problem, tiling, features)
     while more:
         more = step < count
-        place, sequence = place_of(step, problem, tiling, features)
+        if not FETCHES:
+            place, sequence = place_of(step, problem, tiling, features)
         if more:
             # Q may have to wait for its slot.
             column = (place.high - 1) * tiling.BLOCK_N
@@ -174,15 +180,20 @@ def produce(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
             barrier_wait(tiling.Q_BARRIER + slot, tiling.RELEASE)
         tell(more, place, sequence, slot, memory, features)
         if more:
-            if features.RAGGED_Q == ORDERED:
+            if FETCHES:
                 if features.REPAIRS:
                     note_owner(step, problem)
-            block = produce_tile(
-                place, sequence, number, block, q_map, k_map, v_map, memory, problem, tiling,
-                features,
-            )  # fmt: skip
-            if features.RAGGED_Q == ORDERED:
+            copy_q(place, sequence, number, q_map, memory, tiling, features)
+            if FETCHES:
+                # It takes several loads, one after another: while copies are under way.
                 step = fetched(problem)
+                place_then, sequence_then = place_of(step, problem, tiling, features)
+            block = copy_blocks(
+                place, sequence, block, k_map, v_map, memory, problem, tiling, features
+            )
+            if FETCHES:
+                place = place_then
+                sequence = sequence_then
             else:
                 step = next_step(step + 1, problem, tiling, features)
             number += 1

@@ -33,7 +33,9 @@ class Tiling:
     LAZY: gl.constexpr
     AHEAD: gl.constexpr
     # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
-    # tile's rows; the barriers' numbers; and the threads that meet at a release.
+    # tile's rows; the barriers' numbers; the threads that meet at a release; whether Q is released
+    # as soon as a tile's last scores are made; and whether a warpgroup leaves out first blocks of
+    # which its rows see nothing.
     SLAB: gl.constexpr
     Q_PITCH: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -41,6 +43,8 @@ class Tiling:
     V_BARRIER: gl.constexpr
     Q_BARRIER: gl.constexpr
     RELEASE: gl.constexpr
+    FREES_Q: gl.constexpr
+    CUTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -83,7 +87,10 @@ class Tiling:
         self.V_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + STAGES)
         self.Q_BARRIER = gl.constexpr(FIRST_FREE + WARPGROUPS + 2 * STAGES)
         self.RELEASE = gl.constexpr(str(128 * WARPGROUPS + 32))
-        self.AHEAD = gl.constexpr(Q_SLOTS == 2 or (AHEAD and OUT_PARTS > 0))
+        ahead_of_o = bool(Q_SLOTS == 1 and AHEAD and OUT_PARTS > 0)
+        self.AHEAD = gl.constexpr(Q_SLOTS == 2 or ahead_of_o)
+        self.FREES_Q = gl.constexpr(ahead_of_o)
+        self.CUTS = gl.constexpr(ahead_of_o and BLOCK_N < 64 * WARPGROUPS)
         self.WORDS = gl.constexpr(WORDS)
         self.PRESCALE = gl.constexpr(PRESCALE)
         self.LAZY = gl.constexpr(LAZY)

@@ -80,13 +80,12 @@ def clear_tail(values, valid, tiling):
 
     Every consumer does so for itself; they write the same.
     """
-    if valid < tiling.BLOCK_N:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        rows = gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(1, layout))
-        block = values.load(layout)
-        values.store(gl.where((rows < valid)[:, None], block, 0.0).to(values.dtype))
-        fence_async_shared()
-        partition_barrier()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, tiling.BLOCK_N, gl.SliceLayout(1, layout))
+    block = values.load(layout)
+    values.store(gl.where((rows < valid)[:, None], block, 0.0).to(values.dtype))
+    fence_async_shared()
+    partition_barrier()
 
 
 @gluon.jit

@@ -43,6 +43,19 @@ def barrier_arrive(number, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def barrier_arrive_if(given, number, THREADS: gl.constexpr):
+    """``barrier_arrive`` where ``given`` holds, without a branch."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p bar.arrive $1, " + THREADS + "; mov.b32 $0, 0;}",
+        "=r,r,r,~{memory}",
+        [gl.to_tensor(number), gl.to_tensor(given).to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def stores_done():
     """Wait until this warpgroup's bulk stores are in global memory, in everybody's sight."""
     gl.inline_asm_elementwise(

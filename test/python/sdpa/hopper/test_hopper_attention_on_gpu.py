@@ -202,13 +202,13 @@ def test_sinks_join_the_denominator(size: int) -> None:
         check(tensors, band)
 
 
-@pytest.mark.L0
-def test_many_tiles_a_program_and_growing_maxima() -> None:
+@EACH_SIZE
+def test_many_tiles_a_program_and_growing_maxima(size: int) -> None:
     # More tiles than programs, more blocks than stages, and keys that grow: every block raises
     # the maximum, by less and by more than what is let go without rescaling.
     for factor in (1.0, 8.0):
         for band in (NO_BAND, CAUSAL):
-            tensors = draw(6, (16, 4), (2048, 2048), (128, 128))
+            tensors = draw(6, (16, 4), (2048, 2048), (size, size))
             ramp = torch.linspace(1.0, factor, 2048, device="cuda")[None, None, :, None]
             tensors["k"] = (tensors["k"] * ramp.flip(2)).to(torch.bfloat16)
             declare(tensors, band).execute(tensors)
