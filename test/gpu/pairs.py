@@ -3,9 +3,10 @@
     PYTHONPATH=src python test/gpu/pairs.py --record test/gpu/records/DEVICE_pairs.json
 
 Needs a CUDA device, torch, triton, pytest and pytest-xdist. The tests are those of level L2 in
-test_triton_attention_pairs.py; each runs a few dozen cases against the float64 oracle. The record
-holds device, versions, command, and for each direction the cases that ran, those that an engine
-declined by reason, and the tests that failed; the exit status is 0 if none did and all were run.
+test_triton_attention_pairs.py; each runs a dozen or a few dozen cases against the float64 oracle.
+The record holds device, versions, command, and for each direction, and for few queries whose keys
+are split, the cases that ran, those that an engine declined by reason, and the tests that failed;
+the exit status is 0 if none did and all were run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ COMMAND = "PYTHONPATH=src python test/gpu/pairs.py --record RECORD.json"
 TESTS = "test/python/sdpa/triton/test_triton_attention_pairs.py"
 DIRECTIONS = {
     "forward": "test_every_pair_of_features",
+    "split keys": "test_every_pair_of_features_where_keys_are_split",
     "backward": "test_every_pair_of_features_backward",
 }
 # Where the plugin below writes, and after when no test begins, in the environment.

@@ -104,7 +104,7 @@ def attention_combine(
             top = new_top
         if sink is not None:
             level = tl.load(sink + head.to(tl.int64) * sink_head)
-            acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
+            acc, _none, total, top = join_sink(acc, 0.0, total, top, level, False)
         if IS_TRANSPOSED:
             # Dimension 8 a + b of 64 is at place 8 b + a.
             acc = tl.reshape(acc, (ROW_BLOCK, WIDTH_BLOCK // 64, 8, 8))

@@ -91,6 +91,37 @@ def test_one_warp_exchanges_nothing_through_shared_memory(
     assert all(facts["threads"] == 32 and facts["shared_bytes"] == 0 for facts in found)
 
 
+COMBINED = """
+import tilewright as tw
+from tilewright.engines.triton import attention
+from tilewright.graph.enums import knob_type as K
+
+graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+q = graph.tensor((2, 4, 1, 16))
+k, v = (graph.tensor((2, 2, 2048, 16)) for _ in range(2))
+lengths = [graph.tensor((2, 1, 1, 1), data_type="int32") for _ in range(2)]
+options = dict(use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1])
+sink = graph.tensor((1, 4, 1, 1))
+o, _ = graph.sdpa(q, k, v, attn_scale=0.1, is_inference=True, sink_token=sink, **options)
+o.set_output(True)
+graph.validate()
+for count, target in ((108, (8, 0)), (132, (9, 0))):
+    plans = attention.propose(graph, count)
+    knobs = next(plan.knobs for plan in plans if dict(plan.knobs).get(K.SPLIT_K, 0) > 1)
+    kernel = attention.plan(graph, knobs, count).kernels[1]
+    assert dict(kernel.spec.constants)["IS_DEALT"]
+    told.append(facts_of(kernel, target))
+"""
+
+
+def test_runs_that_are_dealt_are_combined_with_a_sink(
+    compiled_facts: Callable[..., list[dict[str, Any]]],
+) -> None:
+    # The interpreter has no types of its own: what changes its type in a loop shows here alone.
+    found = [(facts["kernel"], facts["target"]) for facts in compiled_facts(COMBINED)]
+    assert found == [("attention_combine", (8, 0)), ("attention_combine", (9, 0))]
+
+
 TARGETS = ((8, 0), (9, 0), (10, 0), (12, 0))
 PARTS = ("backward_prepare", "backward_keys", "backward_rows", "backward_sink", "backward_bias")
 

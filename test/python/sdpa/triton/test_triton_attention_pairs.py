@@ -19,7 +19,16 @@ from typing import Any
 import pytest
 import torch
 from attention_cases.backward import DeclaredBackward, backward_case
-from attention_cases.case import LARGE_EXTENTS, Case, all_pairs, at_extents, of_one_kernel, uneven
+from attention_cases.case import (
+    FEW_KEYS,
+    LARGE_EXTENTS,
+    LEVELS,
+    Case,
+    all_pairs,
+    at_extents,
+    of_one_kernel,
+    uneven,
+)
 from attention_cases.running import Declared, select_split
 
 from tilewright.errors import NotSupportedError
@@ -28,6 +37,11 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="ne
 
 # About 84 cases: 3,000 calls, two of three cases with many queries, one with few.
 CASES = all_pairs(seed=0)
+# Few queries whose keys are split, which takes neither dropout nor block masks: 12 calls a case.
+SPLIT_LEVELS = {
+    name: levels for name, levels in LEVELS.items() if name not in ("dropout", "block_mask")
+}
+SPLIT_CASES = all_pairs(seed=20, levels=SPLIT_LEVELS)
 # As many, and 2,000 calls.
 BACKWARD_CASES = [backward_case(case) for case in all_pairs(seed=10)]
 MORE_BACKWARD_CASES = [backward_case(case) for case in all_pairs(seed=11)]
@@ -50,13 +64,21 @@ def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
     graph.execute(pack, workspace)
 
 
-def run(cases: Iterable[Declared], record_property: Any) -> None:
+def execute_split(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
+    """As ``execute``, by a plan that splits keys alone."""
+    graph.deselect_engines(["hopper"])
+    if not select_split(graph):
+        raise NotSupportedError("no plan splits its keys")
+    execute(graph, pack)
+
+
+def run(cases: Iterable[Declared], record_property: Any, by: Any = execute) -> None:
     """Run them and hand in how many ran, and every reason why one did not."""
     ran = 0
     try:
         for declared in cases:
             try:
-                declared.run(execute)
+                declared.run(by)
             except NotSupportedError as decline:
                 reason = re.sub(r"tensor '.*?'|\d+", "..", str(decline))
                 record_property("attention_pairs", reason)
@@ -74,6 +96,15 @@ def test_every_pair_of_features(number: int, record_property: Any) -> None:
         case = replace(case, soft_cap="relu" if number % 16 else "index")
     drawn = of_one_kernel(case, number)
     run((Declared(one, "cuda", start=start(number)) for one in drawn), record_property)
+
+
+@pytest.mark.L2
+@pytest.mark.parametrize("number", range(len(SPLIT_CASES)))
+def test_every_pair_of_features_where_keys_are_split(number: int, record_property: Any) -> None:
+    rows = (1, 4, 7)[number % 3]
+    drawn = at_extents(SPLIT_CASES[number], tuple((rows, keys) for keys in FEW_KEYS), seed=number)
+    cases = (Declared(replace(case, batch=2), "cuda", start=start(number)) for case in drawn)
+    run(cases, record_property, execute_split)
 
 
 @pytest.mark.L2

@@ -336,12 +336,13 @@ def large_score_error(case: Case) -> float:
     return 2.0**-23 * LARGE**2 * float(case.sizes[0]) ** 0.5
 
 
-def select_split(graph: Any) -> None:
-    """Select the plan in which keys are split, if there is one, wherever it is ranked."""
+def select_split(graph: Any) -> bool:
+    """Select the plan in which keys are split, wherever it is ranked; whether there is one."""
     for index, plan in enumerate(graph.plans):
         if plan.engine_name == "triton" and dict(plan.knobs).get(knob_type.SPLIT_K, 0) > 1:
             graph.select_plan(index)
-            return
+            return True
+    return False
 
 
 def _on(buffer: torch.Tensor, device: str, *, further: int = 0) -> torch.Tensor:
