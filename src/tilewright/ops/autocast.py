@@ -77,6 +77,11 @@ def _autocast_device(values: Iterable[Any]) -> str | None:
     for value in values:
         if isinstance(value, torch.Tensor):
             device = value.device.type
-            has_regions = torch.amp.is_autocast_available(device)
-            return device if has_regions and torch.is_autocast_enabled(device) else None
+            return device if _has_regions(device) and torch.is_autocast_enabled(device) else None
     return None
+
+
+@torch.compiler.assume_constant_result
+def _has_regions(device: str) -> bool:
+    """Whether autocast knows this type of device; PyTorch 2.11's compiler cannot trace the call."""
+    return torch.amp.is_autocast_available(device)
