@@ -147,7 +147,7 @@ def operands(heads: tuple[int, int], rows: int, keys: int, depth: int) -> dict[s
         ((2, 2), 2050, 700, 64),
         ((3, 1), 600, 300, 96),
         # Whole rounds, and shares behind them.
-        ((34, 34), 512, 512, 128),
+        ((34, 34), 1024, 512, 128),
     ],
     ids=str,
 )
