@@ -81,7 +81,7 @@ def _autocast_device(values: Iterable[Any]) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_regions(device: str) -> bool:
     """Whether autocast knows this type of device; PyTorch 2.11's compiler cannot trace the call."""
     return torch.amp.is_autocast_available(device)
