@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from tilewright.cli import options, output
-from tilewright.cli.exits import ExitCode, exit_code_of, fail
+from tilewright.cli.exits import ExitCode, exit_code_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,12 +23,10 @@ def add_parser(subparsers: Any) -> None:
 
 def execute(arguments: argparse.Namespace) -> ExitCode:
     """Run the subcommand; returns what a failing trial run on the ATen engine means."""
+    import torch
+
     from tilewright.cli import machine
 
-    try:
-        import torch
-    except ImportError as error:
-        fail(f"torch cannot be imported: {error}", ExitCode.CALL_FAILED)
     devices = machine.cuda_devices()
     names = ["cpu", *(f"cuda:{device['index']}" for device in devices)]
     engines, status = _engines(names)

@@ -73,6 +73,8 @@ def _execute(arguments: argparse.Namespace) -> int:
             # Files of ours raise CommandError, so this is standard output.
             sys.stdout = None
             error = CommandError(f"standard output: cannot be written: {error.strerror}")
+        if isinstance(error, ImportError) and "torch" not in sys.modules:
+            error = CommandError(f"torch cannot be imported: {error}", ExitCode.CALL_FAILED)
         status = exit_code_of(error)
         if status is None:
             traceback.print_exc()

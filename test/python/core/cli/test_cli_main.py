@@ -24,9 +24,15 @@ FileMaker = Callable[..., Path]
 Runner = Callable[..., Any]
 
 
-def tilewright(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def tilewright(
+    *arguments: str | Path, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; modules of the folder ``path`` come first there."""
+    places = [str(path)] if path else []
+    places += [place for place in (os.environ.get("PYTHONPATH"),) if place]
     return subprocess.run(
         [sys.executable, "-m", "tilewright.cli.main", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -50,6 +56,17 @@ def test_help_needs_nothing_heavy(run_python: Callable[..., str]) -> None:
         "print([name for name in heavy if name in sys.modules])\n"
     )
     assert run_python(code) == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["plans", "explain", "run", "bench", "doctor"])
+def test_a_torch_that_is_not_there_is_named(
+    command: str, tmp_path: Path, graph_file: FileMaker
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('none here')\n")
+    files = [graph_file()] if command in ("plans", "explain", "run") else []
+    found = tilewright(command, *files, path=tmp_path)
+    assert found.returncode == ExitCode.CALL_FAILED, found.stderr
+    assert found.stderr == f"tilewright {command}: error: torch cannot be imported: none here\n"
 
 
 @pytest.mark.parametrize(
