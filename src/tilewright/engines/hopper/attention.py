@@ -20,10 +20,12 @@ from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.forward_values import Values, add_pointer, forward_values
 from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import (
+    ENTRY_REGISTERS,
     WARPGROUP_ROWS,
     TileConfig,
     cost_grows,
     mask_constants,
+    padded,
     proposal,
     with_knobs,
 )
@@ -36,9 +38,6 @@ from tilewright.launch.prepared import Constant, HostScalar, Scratch
 _ORDERED_FROM, _ORDERED_TO = 32, 65536
 # Columns of V that lie together in shared memory.
 _PANEL = 64
-# Registers a thread at entry, by warpgroups of consumers: with the producer's four warps' worth
-# they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
-_ENTRY_REGISTERS = {2: 168, 3: 128}
 # Rows from which three warpgroups are faster at heads of 64 under a causal mask: shorter tiles have
 # too many masked blocks.
 _THREE_FROM = 6144
@@ -62,11 +61,6 @@ class AttentionConfig(TileConfig):
     prescale: bool = False
     lazy: bool = False
     ahead: bool = False
-
-
-def padded(head_size: int) -> int:
-    """The width of V and O in shared memory; the copies fill up with zeros."""
-    return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
 
 
 def padded_in_slabs(head_size: int) -> tuple[int, int]:
@@ -175,7 +169,7 @@ def plan_with(
             *constants.items(),
         ),
         warps=4,
-        max_registers=_ENTRY_REGISTERS[config.warpgroups],
+        max_registers=ENTRY_REGISTERS[config.warpgroups],
     )
     grid = (min(sm_count, tiles * spec.batch * spec.heads_q), 1, 1)
     main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))

@@ -36,6 +36,7 @@ from tilewright.engines.hopper.attention_backward_wide import attention_backward
 from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.map_types import box_type, map_type
 from tilewright.engines.hopper.operand_rules import only_operation
+from tilewright.engines.hopper.tile_config import padded
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import behavior_note, knob_type, numeric_note
 from tilewright.graph.graph import DeclaredGraph
@@ -120,11 +121,6 @@ def tile_of(spec: BackwardSpec) -> tuple[int, int]:
     return (_TILES_WITH_SUMS if has_sums(spec) else _TILES)[width_of(spec)]
 
 
-def padded(head_size: int) -> int:
-    """The head size that the products are made with; the copies fill up with zeros."""
-    return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
-
-
 class _Call:
     """What the launches of one plan have in common."""
 
@@ -162,15 +158,9 @@ class _Call:
         """Programs a block of keys: more than one where all blocks see the same rows."""
         spec = self.spec
         blocks = -(-spec.keys // _BLOCK_KEYS) * spec.heads_kv * spec.batch
-        has_lengths = spec.lengths_q is not None or spec.lengths_kv is not None
-        if not self.has_sums or self.is_masked or has_lengths:
+        if not self.has_sums or spec.is_banded or spec.has_lengths:
             return undivided(blocks)
         return divide(blocks, -(-spec.rows // self.tile_rows), spec.group, self.sm_count)
-
-    @property
-    def is_masked(self) -> bool:
-        """True if rows do not all see the same keys."""
-        return self.spec.left is not None or self.spec.right is not None
 
     def _rows_seen(self, block_keys: int) -> list[int]:
         """Tiles of rows that each block of keys sees, as long as sequences are declared."""
@@ -244,7 +234,7 @@ class _Call:
             group_bytes += self.depth * _FLOAT_BYTES
         group_bytes *= spec.group * self.padded_rows
         together = self._together(group_bytes)
-        if self.is_masked:
+        if spec.is_banded:
             together = self._balanced(together, self._rows_seen(block_keys))
         self._problem(arguments, together=together)
         arguments.steps("d_k", spec.ports["dK"])
@@ -262,7 +252,7 @@ class _Call:
         }
         constants |= self._masks(block_keys)
         has_lengths = spec.lengths_q is not None
-        is_cut = self.is_masked and spec.rows % self.tile_rows != 0
+        is_cut = spec.is_banded and spec.rows % self.tile_rows != 0
         constants["HAS_END"] = has_lengths or is_cut
         kernel = attention_backward_wide
         if not self.is_wide:
@@ -288,7 +278,7 @@ class _Call:
         self._sequences(arguments, ("d_q",))
         head_bytes = spec.keys * (self.depth + self.depth_v) * _ITEM_BYTES
         together = self._together(head_bytes)
-        if self.is_masked:
+        if spec.is_banded:
             programs = [seen for seen in self._keys_seen(block) for _ in range(spec.group)]
             together = self._balanced(together, programs)
         together *= spec.group

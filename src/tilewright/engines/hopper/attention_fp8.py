@@ -24,10 +24,12 @@ from tilewright.engines.hopper.bounds import length_kind
 from tilewright.engines.hopper.forward_values import add_pointer, forward_values
 from tilewright.engines.hopper.operand_rules import only_operation
 from tilewright.engines.hopper.tile_config import (
+    ENTRY_REGISTERS,
     WARPGROUP_ROWS,
     TileConfig,
     cost_grows,
     mask_constants,
+    padded,
     proposal,
     with_knobs,
 )
@@ -40,9 +42,7 @@ _SLAB = 64
 _BARRIERS = 16
 # Keys up to which tiles under a right bound go to two consumers.
 _SHORT = 2048
-# Registers a thread at entry, and of a consumer and the producer, by warpgroups of consumers: with
-# the producer's they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
-_ENTRY_REGISTERS = {2: 168, 3: 128}
+# Registers a thread of a consumer and of the producer, by warpgroups of consumers.
 _CONSUMER_REGISTERS = {2: 232, 3: 160}
 _PRODUCER_REGISTERS = {2: 40, 3: 32}
 
@@ -52,11 +52,6 @@ class AttentionConfig(TileConfig):
     """How a tile is cut: see the constants of ``attention_fp8_kernel``."""
 
     warpgroups: int = 3
-
-
-def padded(head_size: int) -> int:
-    """The width of a head in shared memory; the copies fill up with zeros."""
-    return 64 if head_size <= 64 else 128
 
 
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
@@ -131,7 +126,7 @@ def plan_with(
         tuple((name, values[name][0]) for name in names),
         constants,
         warps=4,
-        max_registers=_ENTRY_REGISTERS[config.warpgroups],
+        max_registers=ENTRY_REGISTERS[config.warpgroups],
     )
     grid = (min(sm_count, tiles * spec.batch * spec.heads_q), 1, 1)
     main = PlannedKernel(kernel, grid, tuple(values[name][1] for name in names))

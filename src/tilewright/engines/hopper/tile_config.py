@@ -1,4 +1,4 @@
-"""How Hopper's attention forward cuts and masks its tiles, and the knobs that tell of it."""
+"""How Hopper's attention cuts and masks its tiles, and the knobs that tell of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from tilewright.engines.hopper.declared import Declared
 from tilewright.graph.enums import behavior_note, knob_type
 
 WARPGROUP_ROWS = 64
+# Registers a thread at the forward's entry, by warpgroups of consumers: with the producer's four
+# warps' worth they fill the file of 65536, and ``setmaxnreg`` shares them out anew.
+ENTRY_REGISTERS = {2: 168, 3: 128}
 Config = TypeVar("Config", bound="TileConfig")
 
 
@@ -31,6 +34,11 @@ class TileConfig:
     def block_m(self) -> int:
         """Query rows of a tile."""
         return WARPGROUP_ROWS * self.warpgroups
+
+
+def padded(head_size: int) -> int:
+    """The width of a head in shared memory; the copies fill up with zeros."""
+    return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
 
 
 def proposal(config: TileConfig) -> Proposal:
