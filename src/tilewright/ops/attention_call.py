@@ -39,17 +39,17 @@ def attention_forward(
         stats = empty_stats(call)
         outputs["stats"] = stats
     if gate is None:
-        _run_forward(call, call.operands, outputs)
+        _run_forward(call, call.operands, outputs, _forward_key(call, call.operands, outputs))
         return o, stats
     inputs = {**call.operands, "gate": stepped(gate)}
     whole, part = (_declaring(call, operands, outputs) for operands in (inputs, call.operands))
     key = _forward_key(call, inputs, outputs)
     if takes_together("sdpa", key, whole, part, call.device, call.engine):
-        _run_forward(call, inputs, outputs)
+        _run_forward(call, inputs, outputs, key)
         return o, stats
     # Here the gate is read after O is written.
     outputs["o"] = o if out is None else empty_output(call)
-    _run_forward(call, call.operands, outputs)
+    _run_forward(call, call.operands, outputs, _forward_key(call, call.operands, outputs))
     return gated(outputs["o"], gate, out), stats
 
 
@@ -82,10 +82,10 @@ def _declaring(call: Call, inputs: Operands, outputs: Operands) -> Callable[[Dec
     return declare
 
 
-def _run_forward(call: Call, inputs: Operands, outputs: Operands) -> None:
+def _run_forward(call: Call, inputs: Operands, outputs: Operands, key: Hashable) -> None:
     run(
         "sdpa",
-        _forward_key(call, inputs, outputs),
+        key,
         _declaring(call, inputs, outputs),
         inputs,
         outputs,
