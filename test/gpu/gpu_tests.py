@@ -3,10 +3,14 @@
 Loaded by test/gpu/record.py as ``-p gpu_tests``. A test uses a GPU if its marks say so
 (``needs_gpus``, ``gpu_exclusive``), if the reason of its skip mark does, or of a skip in one of its
 fixtures, or if its module asked for a GPU and found one (``HAS_GPU``). There is no list to keep.
+
+What the run before left out for want of time comes first, then what nothing but a GPU shows. A test
+that also runs elsewhere is left out where the time that is left is short of what it took.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -20,9 +24,14 @@ import pytest
 
 # The file that outcomes are appended to, one JSON object a line.
 OUTCOMES = "TILEWRIGHT_GPU_OUTCOMES"
-# From this time on (seconds since the epoch), tests that also run without a GPU are left out.
+# When all must be over, in seconds since the epoch.
 UNTIL = "TILEWRIGHT_GPU_UNTIL"
+# The record of the run before, if there is one.
+LAST = "TILEWRIGHT_GPU_LAST"
 NO_TIME = "left out: the time of this run is over, and the test also runs without a GPU"
+# How much longer than the last time a test may take, and what one may that has not run yet.
+_SLOWER = 1.5
+_UNKNOWN_S = 20.0
 _REASON = re.compile(r"\b(GPUs?|CUDA)\b")
 _SKIP = re.compile(r"\bskip\([^)]*\b(GPUs?|CUDA)\b")
 # What a file holds that has such tests, or whose folder's conftest does.
@@ -86,17 +95,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             item.user_properties.append(("gpu", how))
             kept.append(item)
-    # Those that nothing else runs come first.
-    items[:] = sorted(kept, key=lambda item: dict(item.user_properties)["gpu"] != "only")
+    last = last_tests()
+    items[:] = sorted(
+        kept,
+        key=lambda item: (
+            not _was_left_out(last.get(item.nodeid)),
+            dict(item.user_properties)["gpu"] != "only",
+        ),
+    )
     if left:
         config.hook.pytest_deselected(items=left)
+
+
+@functools.cache
+def last_tests() -> dict[str, list[Any]]:
+    """Of the run before, by test: the outcome, its seconds, and a reason if any."""
+    path = os.environ.get(LAST)
+    if not path:
+        return {}
+    tests: dict[str, list[Any]] = json.loads(Path(path).read_text(encoding="utf-8"))["tests"]
+    return tests
+
+
+def _was_left_out(told: list[Any] | None) -> bool:
+    return told is not None and told[2:] == [NO_TIME]
+
+
+def _may_take_s(told: list[Any] | None) -> float:
+    return _UNKNOWN_S if told is None or _was_left_out(told) else _SLOWER * float(told[1])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what other machines run too, where time is short; give back kept memory."""
-    until = float(os.environ.get(UNTIL, "inf"))
-    if time.time() > until and dict(item.user_properties).get("gpu") != "only":
+    left_s = float(os.environ.get(UNTIL, "inf")) - time.time()
+    is_only_here = dict(item.user_properties).get("gpu") == "only"
+    if not is_only_here and left_s < _may_take_s(last_tests().get(item.nodeid)):
         pytest.skip(NO_TIME)
     _give_memory_back()
 

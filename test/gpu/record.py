@@ -4,7 +4,8 @@
 
 Needs a CUDA device, torch, triton, pytest and pytest-xdist. Which tests those are is found by their
 marks and reasons (gpu_tests.py beside this file). The record holds device, versions, commands, each
-test's outcome and seconds, and what verify found; the exit status is 0 if nothing failed.
+test's outcome and seconds, and what verify found; the exit status is 0 if nothing failed. What the
+device's last record in test/gpu/records lacks for want of time comes first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def verify_runs() -> list[tuple[str, tuple[str, ...]]]:
 _SEVERITY = {"passed": 0, "skipped": 1, "failed": 2, "crashed": 3}
 _SHOWN = 6
 _RESERVE_S = 5.0
-_SHARE_OF_ALL = 0.75
+# From the end of the last test to that of pytest.
+_ENDING_S = 6.0
+_RECORDS = ROOT / "test/gpu/records"
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,22 @@ def ended(command: list[str], log: Path, limit_s: float) -> int:
             return 124
 
 
-def run_tests(folder: Path, workers: int, levels: str, limit_s: float) -> dict[str, Any]:
+def last_record(device: str) -> Path | None:
+    """The record of the device that is kept, if there is one."""
+    name = "_".join(device.lower().split())
+    path = _RECORDS / f"{name}_tests.json"
+    return path if path.exists() else None
+
+
+def run_tests(
+    folder: Path, workers: int, levels: str, limit_s: float, last: Path | None
+) -> dict[str, Any]:
     """Run the tests; what came of each, and of all."""
     outcomes, log = folder / "outcomes", folder / "pytest.log"
     outcomes.touch()
     os.environ[gpu_tests.OUTCOMES] = str(outcomes)
-    # The rest of the time is for what has begun, and for what only a GPU shows.
-    os.environ[gpu_tests.UNTIL] = str(time.time() + limit_s * _SHARE_OF_ALL)
+    os.environ[gpu_tests.UNTIL] = str(time.time() + limit_s - _ENDING_S)
+    os.environ[gpu_tests.LAST] = "" if last is None else str(last)
     files = [str(path.relative_to(ROOT)) for path in gpu_tests.candidates(ROOT / "test/python")]
     head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_tests"]
     head += ["-p", "no:cacheprovider", "-q", "-n", str(workers), "-m", levels]
@@ -225,7 +237,8 @@ def main() -> int:
         folder = Path(temporary)
         verifying = start_verify(folder)
         limit = end - time.monotonic() - _RESERVE_S
-        record["pytest"] = run_tests(folder, arguments.workers, arguments.levels, limit)
+        last = last_record(record["device"])
+        record["pytest"] = run_tests(folder, arguments.workers, arguments.levels, limit, last)
         write(arguments.record, record)
         record["verify"] = finish_verify(verifying, end)
     write(arguments.record, record)

@@ -16,6 +16,8 @@ from typing import Any
 
 RECORDS = Path(__file__).with_name("records")
 _REASON_CHARS = 160
+# What a test is skipped with that had no time any more.
+NO_TIME = "left out: the time of this run is over, and the test also runs without a GPU"
 # The status of a command that timeout(1) ended.
 _TIME_IS_OVER = 124
 
@@ -48,9 +50,11 @@ def _tests(record: Record) -> list[str]:
     run = record["pytest"]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(run["totals"].items()))
     end = ", when its time was over" if run["exit_status"] == _TIME_IS_OVER else ""
-    lines = [f"`{run['command']}`: {counts}, in {run['seconds']:.0f} s{end}."]
+    out = sum(found[-1] == NO_TIME for found in record["tests"].values())
+    of_them = f", {out} of them for want of time" if out else ""
+    lines = [f"`{run['command']}`: {counts}{of_them}, in {run['seconds']:.0f} s{end}."]
     bad = {
-        name: found for name, found in record["tests"].items() if found[0] in ("failed", "error")
+        name: found for name, found in record["tests"].items() if found[0] in ("failed", "crashed")
     }
     if bad:
         lines.append(

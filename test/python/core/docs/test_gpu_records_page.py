@@ -28,6 +28,12 @@ def test_the_page_is_current(summary: Any) -> None:
     assert current == summary.page(), "run: python test/gpu/summary.py > docs/gpu_records.md"
 
 
+def test_what_had_no_time_is_told_as_the_run_tells_it(summary: Any) -> None:
+    # The page is made without pytest, which the run's own file needs.
+    text = (ROOT / "test/gpu/gpu_tests.py").read_text(encoding="utf-8")
+    assert f'NO_TIME = "{summary.NO_TIME}"' in text
+
+
 def test_what_failed_is_on_the_page(
     summary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +44,12 @@ def test_what_failed_is_on_the_page(
     records = {
         "tests": {
             "pytest": run,
-            "tests": {"test/python/a.py::b": ["failed", 1.0, "two\n| lines"], "c": ["passed", 1.0]},
+            "tests": {
+                "test/python/a.py::b": ["failed", 1.0, "two\n| lines"],
+                "c": ["passed", 1.0],
+                "d": ["skipped", 0.0, summary.NO_TIME],
+                "e": ["crashed", 1.0, "signal 11"],
+            },
             "verify": [{**check, "broken": ["y is off"]}],
         },
         "sanitizer": {
@@ -53,7 +64,8 @@ def test_what_failed_is_on_the_page(
     monkeypatch.setattr(summary, "RECORDS", tmp_path)
     page = summary.page()
     for told in (
-        "1 failed, in 10 s, when its time was over.",
+        "1 failed, 1 of them for want of time, in 10 s, when its time was over.",
+        "| e | signal 11 |",
         "| a.py::b | two \\| lines |",
         "| ours, broken | y is off |",
         "memcheck 0 of 1",

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -101,6 +102,53 @@ def test_tests_that_use_a_gpu_are_found_by_their_marks_and_reasons(
     reasons = {phase["id"]: phase["reason"] for phase in phases if phase["outcome"] == "skipped"}
     assert reasons["test_uses.py::test_by_a_fixture"] == "needs a CUDA device"
     assert "needs 2 GPUs" in reasons["test_uses.py::test_by_a_mark"]
+
+
+TIMED = """
+    import pytest
+
+    HAS_GPU = True
+
+    def test_quick(): pass
+
+    def test_slow(): pass
+
+    def test_left_out(): pass
+
+    def test_new(): pass
+
+    @pytest.mark.skipif(False, reason="needs an NVIDIA GPU")
+    def test_slow_on_a_gpu(): pass
+"""
+
+
+def test_what_had_no_time_comes_first_and_what_has_none_is_left_out(
+    suite: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finder = load("gpu_tests")
+    outcomes, last = tmp_path / "outcomes", tmp_path / "last.json"
+    told: dict[str, list[Any]] = {name: ["passed", 90.0] for name in ("slow", "slow_on_a_gpu")}
+    told |= {"quick": ["passed", 0.1], "left_out": ["skipped", 0.0, finder.NO_TIME]}
+    tests = {f"test_timed.py::test_{name}": entry for name, entry in told.items()}
+    last.write_text(json.dumps({"tests": tests}))
+    monkeypatch.setenv("TILEWRIGHT_GPU_OUTCOMES", str(outcomes))
+    monkeypatch.setenv("TILEWRIGHT_GPU_LAST", str(last))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    )
+    ran = {}
+    for left_s in (3600, 100):
+        outcomes.write_text("")
+        monkeypatch.setenv("TILEWRIGHT_GPU_UNTIL", str(time.time() + left_s))
+        assert suite({"test_timed.py": TIMED}, "-p", "gpu_tests", "-n", "1").status == 0
+        phases = [json.loads(line) for line in outcomes.read_text().splitlines()]
+        ran[left_s] = [
+            phase["id"].partition("test_timed.py::test_")[2]
+            for phase in phases
+            if phase["when"] == "call"
+        ]
+    assert ran[3600] == ["left_out", "slow_on_a_gpu", "quick", "slow", "new"]
+    assert ran[100] == ["left_out", "slow_on_a_gpu", "quick", "new"]
 
 
 def test_candidates_mention_a_gpu_or_their_conftest_does(tmp_path: Path) -> None:
