@@ -101,17 +101,22 @@ def _sanitizer(record: Record) -> list[str]:
 
 def _pairs(record: Record) -> list[str]:
     lines = []
-    for direction in ("forward", "backward"):
-        told = record[direction]
+    directions = {name: told for name, told in record.items() if is_of_cases(told)}
+    for direction, told in directions.items():
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in told["tests"].items())
         lines.append(
-            f"{direction.capitalize()}: {told['cases_run']} cases ran, {told['cases_declined']} "
-            f"declined; tests: {outcomes}."
+            f"{direction[0].upper()}{direction[1:]}: {told['cases_run']} cases ran, "
+            f"{told['cases_declined']} declined; tests: {outcomes}."
         )
         for heading, key in (("declined because", "declined_by_reason"), ("failed", "failed")):
             if told[key]:
                 lines.append(_table(heading, "", [(k, str(v)) for k, v in told[key].items()]))
     return lines
+
+
+def is_of_cases(told: Any) -> bool:
+    """Whether a part of a record of pairs is one direction's."""
+    return isinstance(told, Mapping) and "cases_run" in told
 
 
 def _isolation(record: Record) -> list[str]:

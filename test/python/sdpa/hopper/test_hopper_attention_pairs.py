@@ -3,7 +3,7 @@
     python -m pytest -n 16 -m L2 test/python/sdpa/hopper/test_hopper_attention_pairs.py
 
 A case is one compiled kernel. The list must be taken whole; that a kernel is found for each case
-is seen without a GPU.
+is seen without a GPU. test/gpu/pairs.py keeps a record of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases.case import LEVELS, Case, all_pairs, of_one_kernel
+from attention_cases.case import LEVELS, all_pairs, of_one_kernel
 from attention_cases.running import Declared
 
 from tilewright.engines.hopper import attention
@@ -51,10 +51,12 @@ def test_every_case_is_taken() -> None:
     not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU of compute capability 9.0"
 )
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_every_pair_of_features(number: int) -> None:
+def test_every_pair_of_features(number: int, record_property: Any) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    case: Case = CASES[number]
+    case, ran = CASES[number], 0
     # Three times a number: every case with many queries.
     for drawn in of_one_kernel(case, 3 * number + 1):
         Declared(drawn, "cuda").run(execute)
+        ran += 1
+    record_property("attention_pairs", ran)
