@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from tilewright.records import record
 Tensor = torch.Tensor
 Operands = Mapping[str, Tensor]
 Number = float | Tensor
+Rounded = TypeVar("Rounded")
 # What rows beyond a sequence's length hold.
 _ROW_OUTPUTS = {"O": 0.0, "Stats": -math.inf, "score_max": -math.inf, "score_sum_exp": 0.0}
 _GRADIENT_SIDES = {"dQ": "rows", "dK": "keys", "dV": "keys"}
@@ -82,12 +83,7 @@ def compose_forward(
     read, begin = recipe.read, recipe.begin
 
     def run(inputs: Operands, outputs: Operands) -> None:
-        if read is not None:
-            inputs = read(inputs)
-        factor: Number = 1.0
-        rounded = None
-        if begin is not None:
-            factor, rounded = begin(builder, inputs)
+        inputs, factor, rounded = _begun(read, begin, builder, inputs)
 
         def compute(part: Part, views: Operands) -> None:
             if begin is not None:
@@ -138,12 +134,7 @@ def compose_backward(
     read, begin = recipe.read, recipe.begin
 
     def run(inputs: Operands, outputs: Operands) -> None:
-        if read is not None:
-            inputs = read(inputs)
-        factor: Number = 1.0
-        rounded = None
-        if begin is not None:
-            factor, rounded = begin(builder, inputs)
+        inputs, factor, rounded = _begun(read, begin, builder, inputs)
         totals = {
             port: torch.zeros(outputs[port].shape, dtype=spec.compute, device=device)
             for port in sums
@@ -194,6 +185,18 @@ def compose_backward(
             dump_keep(philox, outputs["rng_dump"])
 
     return run
+
+
+def _begun(
+    read: Callable[[Operands], Operands] | None,
+    begin: Callable[[PartBuilder, Operands], tuple[Number, Rounded]] | None,
+    builder: PartBuilder,
+    inputs: Operands,
+) -> tuple[Operands, Number, Rounded | None]:
+    """What a recipe makes of one call: its operands, the factor on scores, and the roundings."""
+    if read is not None:
+        inputs = read(inputs)
+    return (inputs, 1.0, None) if begin is None else (inputs, *begin(builder, inputs))
 
 
 def _scaled(

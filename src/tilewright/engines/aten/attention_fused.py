@@ -47,9 +47,7 @@ def fused_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt
     if not _serves(op, spec, device) or set(op.outputs) - {"O", "Stats"}:
         return None
     causal, scale, compute = spec.right is not None, spec.scale, spec.compute
-    has_stats, has_bias = "Stats" in op.outputs, spec.has_bias
-    stats_factor = LOG2_E if spec.stats_log2 else 1.0
-    store = storer(op.outputs["O"])
+    has_bias, store = spec.has_bias, _results_storer(op, spec)
     may_hide = causal or has_bias
 
     def attempt(inputs: Operands, outputs: Operands) -> bool:
@@ -62,10 +60,7 @@ def fused_forward(op: Any, spec: AttentionSpec, device: torch.device) -> Attempt
         # What it gives for a row that sees nothing.
         if has_bias and bool((stats == 0.0).any()):
             return False
-        store(outputs["O"], o)
-        if has_stats:
-            stats = stats.unsqueeze(-1)
-            outputs["Stats"].copy_(stats if stats_factor == 1.0 else stats * stats_factor)
+        store(outputs, o, stats)
         return True
 
     return attempt
@@ -108,8 +103,7 @@ def _cuda_forward(op: Any, spec: AttentionSpec) -> Attempt | None:
     if spec.depth % 8 or spec.depth > _CUDA_MAX_DEPTH or (causal and spec.rows != spec.keys):
         return None
     scale, group = spec.scale, spec.heads_q // spec.heads_kv
-    has_stats, stats_factor = "Stats" in op.outputs, LOG2_E if spec.stats_log2 else 1.0
-    store = storer(op.outputs["O"])
+    store = _results_storer(op, spec)
 
     def attempt(inputs: Operands, outputs: Operands) -> bool:
         q, k, v = (
@@ -121,13 +115,24 @@ def _cuda_forward(op: Any, spec: AttentionSpec) -> Attempt | None:
         if causal:
             seen = (v - values).cumsum(2)
             o = o + (seen if group == 1 else seen.repeat_interleave(group, 1))
-        store(outputs["O"], o)
-        if has_stats:
-            stats = stats.unsqueeze(-1)
-            outputs["Stats"].copy_(stats if stats_factor == 1.0 else stats * stats_factor)
+        store(outputs, o, stats)
         return True
 
     return attempt
+
+
+def _results_storer(op: Any, spec: AttentionSpec) -> Callable[[Operands, Tensor, Tensor], None]:
+    """A function (outputs, o, log-sum-exp of rows) that stores O, and Stats if declared."""
+    has_stats, factor = "Stats" in op.outputs, LOG2_E if spec.stats_log2 else 1.0
+    store_o = storer(op.outputs["O"])
+
+    def store(outputs: Operands, o: Tensor, stats: Tensor) -> None:
+        store_o(outputs["O"], o)
+        if has_stats:
+            stats = stats.unsqueeze(-1)
+            outputs["Stats"].copy_(stats if factor == 1.0 else stats * factor)
+
+    return store
 
 
 def readable(operand: Tensor, compute: torch.dtype) -> Tensor:

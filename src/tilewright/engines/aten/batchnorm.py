@@ -37,7 +37,7 @@ def prepare_batchnorm(operation: Any, device: torch.device) -> Kernel:
     source, y = operation.inputs["input"], operation.outputs["Y"]
     _check(operation, source, y)
     dtype = casts.compute_dtype((source, y))
-    load = _loaders(operation, dtype, device)
+    load = casts.port_loader(operation.inputs, dtype, device)
     epsilon = scalar_reader(operation, "epsilon", device)
     store = _storers(operation)
     update = _running_updater(operation, source, dtype, device)
@@ -73,7 +73,7 @@ def prepare_batchnorm_inference(operation: Any, device: torch.device) -> Kernel:
     source, y = operation.inputs["input"], operation.outputs["Y"]
     _check(operation, source, y)
     dtype = casts.compute_dtype((source, y))
-    load = _loaders(operation, dtype, device)
+    load = casts.port_loader(operation.inputs, dtype, device)
     plain = casts.is_plain(y, dtype)
     store = casts.storer(y)
 
@@ -97,7 +97,7 @@ def prepare_batchnorm_backward(operation: Any, device: torch.device) -> Kernel:
     _check(operation, source, dx)
     require_dim(operation.inputs["grad"], source.dim, "the gradient has the input's dim")
     dtype = casts.compute_dtype((source, dx))
-    load = _loaders(operation, dtype, device)
+    load = casts.port_loader(operation.inputs, dtype, device)
     store = _storers(operation)
     channels = source.dim[1]
     if 0 in source.dim:
@@ -178,7 +178,7 @@ def _running_updater(
             f"batchnorm outputs {wanted} with running inputs {given}; the next running "
             "statistics need in_running_mean, in_running_var and momentum"
         )
-    load = _loaders(operation, dtype, device)
+    load = casts.port_loader(operation.inputs, dtype, device)
     momentum = scalar_reader(operation, "momentum", device)
     store = _storers(operation)
     count = math.prod(source.dim) // source.dim[1] if source.dim[1] else 0
@@ -233,15 +233,6 @@ def _check(operation: Any, source: TensorRecord, result: TensorRecord) -> None:
 
 def _channel_dim(source: TensorRecord) -> tuple[int, ...]:
     return (1, source.dim[1]) + (1,) * (len(source.dim) - 2)
-
-
-def _loaders(
-    operation: Any, dtype: torch.dtype, device: torch.device
-) -> Callable[[Operands, str], Tensor]:
-    loaders = {
-        port: casts.loader(record, dtype, device) for port, record in operation.inputs.items()
-    }
-    return lambda inputs, port: loaders[port](inputs[port])
 
 
 def _storers(operation: Any) -> Callable[[Operands, str, Tensor], None]:

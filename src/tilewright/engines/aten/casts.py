@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -71,6 +71,14 @@ def loader(record: TensorRecord, dtype: torch.dtype, device: torch.device) -> Lo
     if to_torch(data_type) is dtype:
         return _itself
     return lambda operand: operand.to(dtype)
+
+
+def port_loader(
+    records: Mapping[str, TensorRecord], dtype: torch.dtype, device: torch.device
+) -> Callable[[Mapping[str, torch.Tensor], str], torch.Tensor]:
+    """A function (operands, port) that loads the operand of a port, of ``records`` by port."""
+    loaders = {port: loader(record, dtype, device) for port, record in records.items()}
+    return lambda operands, port: loaders[port](operands[port])
 
 
 def storer(record: TensorRecord) -> Storer:

@@ -191,8 +191,7 @@ def _prepare_composed(operation: Any, layout: Layout, device: torch.device) -> K
     source, scale = operation.inputs["input"], operation.inputs["scale"]
     bias, y = operation.inputs.get("bias"), operation.outputs["Y"]
     dtype = casts.compute_dtype((source, y))
-    load, load_scale = casts.loader(source, dtype, device), casts.loader(scale, dtype, device)
-    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+    load, apply_affine = casts.loader(source, dtype, device), _affine(scale, bias, dtype, device)
     epsilon = scalar_reader(operation, "epsilon", device)
     store = None if casts.is_plain(y, dtype) else casts.storer(y)
     owns_x = not casts.is_plain(source, dtype)
@@ -209,11 +208,7 @@ def _prepare_composed(operation: Any, layout: Layout, device: torch.device) -> K
         squares = _sum_of_squares(result, axes)
         inverse = squares.mul_(per_element).add_(epsilon(inputs)).rsqrt_()
         result.mul_(inverse)
-        _apply_affine(
-            result,
-            load_scale(inputs["scale"]),
-            load_bias(inputs["bias"]) if load_bias is not None else None,
-        )
+        apply_affine(result, inputs)
         if store is not None:
             store(outputs["Y"], result)
         if save is not None:
@@ -233,9 +228,7 @@ def prepare_rmsnorm(operation: Any, device: torch.device) -> Kernel:
     require_dim(bias, scale.dim, "bias has the scale's dim")
     require_dim(saved, statistics_dim(source, layout), "extent 1 on the normalized axes")
     dtype = casts.compute_dtype((source, y))
-    load = casts.loader(source, dtype, device)
-    load_scale = casts.loader(scale, dtype, device)
-    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+    load, apply_affine = casts.loader(source, dtype, device), _affine(scale, bias, dtype, device)
     epsilon = scalar_reader(operation, "epsilon", device)
     # A plain output is computed in place: this is memory-bound, and one buffer less counts.
     store = None if casts.is_plain(y, dtype) else casts.storer(y)
@@ -251,11 +244,7 @@ def prepare_rmsnorm(operation: Any, device: torch.device) -> Kernel:
             result = torch.mul(x, inverse, out=outputs["Y"])
         else:
             result = x.mul_(inverse) if owns_x else x * inverse
-        _apply_affine(
-            result,
-            load_scale(inputs["scale"]),
-            load_bias(inputs["bias"]) if load_bias is not None else None,
-        )
+        apply_affine(result, inputs)
         if store is not None:
             store(outputs["Y"], result)
         if save is not None:
@@ -264,11 +253,20 @@ def prepare_rmsnorm(operation: Any, device: torch.device) -> Kernel:
     return run
 
 
-def _apply_affine(result: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    # Two calls: addcmul takes a slower path where a row is broadcast.
-    result.mul_(scale)
-    if bias is not None:
-        result.add_(bias)
+def _affine(
+    scale: TensorRecord, bias: TensorRecord | None, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor, Operands], None]:
+    """A function that multiplies a result by the call's scale and adds its bias, in place."""
+    load_scale = casts.loader(scale, dtype, device)
+    load_bias = casts.loader(bias, dtype, device) if bias is not None else None
+
+    def apply(result: Tensor, inputs: Operands) -> None:
+        # Two calls: addcmul takes a slower path where a row is broadcast.
+        result.mul_(load_scale(inputs["scale"]))
+        if load_bias is not None:
+            result.add_(load_bias(inputs["bias"]))
+
+    return apply
 
 
 def _sum_of_squares(x: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -38,7 +38,7 @@ def prepare_layernorm_backward(operation: Any, device: torch.device) -> Kernel:
     source, scale = operation.inputs["input"], operation.inputs["scale"]
     layout = _checked_layout(operation)
     dtype = casts.compute_dtype((source, operation.outputs["DX"]))
-    load = _loaders(operation, dtype, device)
+    load = casts.port_loader(operation.inputs, dtype, device)
     write = _writer(operation)
     if layout.affine_inside and layout.are_last and 0 not in source.dim:
         shape = list(layout.shape)
@@ -79,7 +79,7 @@ def prepare_rmsnorm_backward(operation: Any, device: torch.device) -> Kernel:
     source, scale = operation.inputs["input"], operation.inputs["scale"]
     layout = _checked_layout(operation)
     dtype = casts.compute_dtype((source, operation.outputs["DX"]))
-    load = _loaders(operation, dtype, device)
+    load = casts.port_loader(operation.inputs, dtype, device)
     write = _writer(operation)
     axes, summed = layout.axes, _summed_axes(scale)
     has_bias = operation.outputs.get("DBias") is not None
@@ -110,15 +110,6 @@ def _checked_layout(operation: Any) -> Layout:
             "a statistic has extent 1 on the normalized axes",
         )
     return layout
-
-
-def _loaders(
-    operation: Any, dtype: torch.dtype, device: torch.device
-) -> Callable[[Operands, str], Tensor]:
-    loaders = {
-        port: casts.loader(record, dtype, device) for port, record in operation.inputs.items()
-    }
-    return lambda inputs, port: loaders[port](inputs[port])
 
 
 def _writer(operation: Any) -> Callable[[Operands, Tensor, Tensor, Tensor | None], None]:
