@@ -114,6 +114,7 @@ class Binder:
                 and (buffer.is_contiguous() if stride is None else buffer.stride() == stride)
                 and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
                 and not buffer.requires_grad
+                and not buffer.is_neg()
                 and owned_bytes(buffer) >= span
             ):
                 start = buffer.data_ptr()
@@ -247,7 +248,8 @@ class Binder:
         if isinstance(buffer, torch.Tensor):
             # Layouts that differ from the declared one and were found to reach far enough.
             layout = (slot.uid, buffer.dtype, buffer.device, buffer.shape, buffer.stride())
-            if layout in self._accepted and owned_bytes(buffer) >= slot.span_bytes:
+            is_known = layout in self._accepted and not buffer.is_neg()
+            if is_known and owned_bytes(buffer) >= slot.span_bytes:
                 start = buffer.data_ptr()
                 return self._view(slot, buffer), start, start + slot.span_bytes
             bound = self._observe_and_check(slot, buffer)

@@ -222,6 +222,9 @@ def _layout_check(binder: Binder, number: int, names: dict[str, Any]) -> list[st
     buffer = f"b{number}"
     names[f"d{number}"] = slot.dtype
     conditions = [f"{buffer}.dtype is d{number}", f"{buffer}.get_device() == index"]
+    if slot.dtype.is_floating_point:
+        # Such as the imaginary part of a conjugate: an address alone does not tell it.
+        conditions.append(f"not {buffer}.is_neg()")
     if slot.is_flat:
         conditions.append(f"{buffer}.is_contiguous()")
     elif binder.is_packed(number):

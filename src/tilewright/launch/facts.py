@@ -57,6 +57,11 @@ def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
     """The facts of a torch tensor; its span is that of its own view, as far as its storage goes."""
     if tensor.layout is not torch.strided:
         raise BindingError(f"tensor {label}: layout {tensor.layout}; expected torch.strided")
+    if tensor.is_neg():
+        raise BindingError(
+            f"tensor {label}: a view that is negated when it is read; its storage holds other "
+            "numbers, so give tensor.resolve_neg()"
+        )
     if tensor.requires_grad:
         tensor = tensor.detach()
     dim, stride = tuple(tensor.shape), tuple(tensor.stride())

@@ -3,6 +3,7 @@
 Kernels take addresses, so a trace must see a call as one operator with a fake, never its inside.
 That the compiler runs does not tell all: it does not while AOT Autograd traces a backward, nor
 under ``make_fx`` or ``FakeTensorMode`` alone. A dispatch mode, or a tensor of another class, does.
+A view that PyTorch negates when it is read goes the same way: the dispatcher makes it real.
 
 Eager calls go past the dispatcher, which would cost more time than all else on the host.
 """
@@ -30,8 +31,8 @@ def is_traced(*operands: torch.Tensor | None) -> bool:
     if torch.compiler.is_dynamo_compiling() or _modes_on_stack() or _is_written_down():
         return True
     # A loop, which takes a third of the time of any(): this is asked at each eager call.
-    for operand in operands:  # noqa: SIM110
-        if type(operand) not in _ORDINARY:
+    for operand in operands:
+        if type(operand) not in _ORDINARY or (operand is not None and operand.is_neg()):
             return True
     return False
 

@@ -22,7 +22,9 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         @functools.wraps(backward)
         def wrapped(ctx: Any, *incoming: Any) -> Any:
             with torch.no_grad():
-                made = backward(ctx, *incoming)
+                # Kernels read storage: a view that is negated when it is read becomes a copy.
+                real = (g if g is None else g.resolve_neg() for g in incoming)
+                made = backward(ctx, *real)
             if not torch.is_grad_enabled():
                 return made
             tied = (*incoming, *ctx.saved_tensors, *getattr(ctx, "anchors", ()))

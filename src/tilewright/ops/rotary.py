@@ -144,7 +144,7 @@ class _RopeFunction(torch.autograd.Function):
         opposite = layout._replace(is_backward=not layout.is_backward)
         needs_grad = torch.is_grad_enabled() and grad.requires_grad
         rotate = _RopeFunction.apply if needs_grad else _rotate
-        dx = rotate(grad, cos, sin, opposite, engine, stream)
+        dx = rotate(grad.resolve_neg(), cos, sin, opposite, engine, stream)
         return dx, None, None, None, None, None
 
 
