@@ -43,9 +43,11 @@ class Launchable(Protocol):
     """A frame: one call's bound operands and the work on them."""
 
     plan_name: str
+    # The graph's handle, set once the frame is made.
+    handle: Any
 
     def launch(self, stream: Any = None) -> None:
-        """Run on ``stream``, default the device's current one."""
+        """Run on ``stream``, default the handle's, else the device's current one."""
 
 
 class Executable(Protocol):

@@ -14,7 +14,7 @@ from tilewright.launch.handles import as_stream_pointer
 class Frame:
     """Bound operands and the work to do on them. ``launch`` is the hot path."""
 
-    __slots__ = ("_device", "_device_type", "_keep", "_run", "plan_name")
+    __slots__ = ("_device", "_device_type", "_keep", "_run", "handle", "plan_name")
 
     def __init__(
         self, run: Callable[[], None], device: torch.device, plan_name: str, keep: Any
@@ -25,12 +25,17 @@ class Frame:
         # The caller's buffers stay alive as long as the frame may be launched.
         self._keep = keep
         self.plan_name = plan_name
+        # The graph's, if it has one: its stream is asked for at each launch.
+        self.handle: Any = None
 
     def launch(self, stream: Any = None) -> None:
         """Run the plan on the bound operands; reads them as they are now.
 
-        ``stream`` is an int, a torch stream, or None for the device's current stream.
+        ``stream`` is an int, a torch stream, or None for that of the graph's handle, or the
+        device's current one where no handle has any.
         """
+        if stream is None and self.handle is not None:
+            stream = self.handle.stream
         if stream is None and self._device_type == "cpu":
             if torch.is_autocast_enabled("cpu"):
                 with torch.autocast("cpu", enabled=False):

@@ -131,7 +131,7 @@ class BoundPlan:
 class KernelFrame:
     """One call of a plan made of prepared kernels. ``launch`` is the hot path."""
 
-    __slots__ = ("_device_index", "_keep", "_run", "bound", "plan_name")
+    __slots__ = ("_device_index", "_keep", "_run", "bound", "handle", "plan_name")
 
     def __init__(self, bound: BoundPlan, device_index: int, plan_name: str, keep: Any) -> None:
         self.bound = bound
@@ -140,9 +140,16 @@ class KernelFrame:
         # The caller's buffers stay alive as long as the frame may be launched.
         self._keep = keep
         self.plan_name = plan_name
+        # The graph's, if it has one: its stream is asked for at each launch.
+        self.handle: Any = None
 
     def launch(self, stream: Any = None) -> None:
-        """Run on ``stream`` (an int or a torch stream), default the device's current stream."""
+        """Run on ``stream`` (an int or a torch stream).
+
+        Default the stream of the graph's handle, else the device's current one.
+        """
+        if stream is None and self.handle is not None:
+            stream = self.handle.stream
         if stream is None:
             stream = current_stream(self._device_index)
         elif type(stream) is not int:

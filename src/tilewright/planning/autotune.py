@@ -26,7 +26,9 @@ def autotune(
         if index in graph._barred:
             continue
         graph.build_plan_at_index(index)
-        frames[index] = graph._built[index].bind(variant_pack, workspace)
+        frames[index] = graph._built[index].bind(variant_pack, workspace, graph.handle)
+    if not frames:
+        graph.build_plans()  # Which tells why there is none.
     timings: list[tuple[float, int]] = []
     for index, frame in frames.items():
         is_cuda = graph._built[index].device.type == "cuda"

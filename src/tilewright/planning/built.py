@@ -45,8 +45,10 @@ class BuiltPlan:
             self._direct: DirectCalls | None = None if make is None else make(self.binder)
             self._bound_frame: Any = getattr(self.executable, "bound_frame", None)
 
-    def bind(self, pack: VariantPack, workspace: Any = None) -> Launchable:
+    def bind(self, pack: VariantPack, workspace: Any = None, handle: Any = None) -> Launchable:
         """Check a call and bind it; nothing is written before ``Frame.launch``.
+
+        Launches that are given no stream go to the handle's.
 
         Raises:
             BindingError: if an operand or the workspace does not fit.
@@ -55,9 +57,12 @@ class BuiltPlan:
             bound = self._direct.bind(pack, workspace)
             if bound is not None:
                 made: Launchable = self._bound_frame(bound, self.plan.name, (pack, workspace))
+                made.handle = handle
                 return made
         binding = self.binder.bind(pack, workspace)
-        return self.executable.frame(binding, workspace, self.plan.name, (pack, workspace))
+        made = self.executable.frame(binding, workspace, self.plan.name, (pack, workspace))
+        made.handle = handle
+        return made
 
     def populate_cuda_graph(self, pack: VariantPack, workspace: Any, cuda_graph: Any) -> None:
         """Add a checked call's kernels to a CUDA graph; see ``Graph.populate_cuda_graph``."""

@@ -216,13 +216,15 @@ class Graph(CallableGraph):
     def bind(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> Launchable:
         """Check a call and return its frame; ``frame.launch(stream)`` is the hot path.
 
+        Without a stream it goes to that of the graph's handle, else to the device's current one.
+
         Arguments as for ``execute``. The buffers are read at each launch, as they are then.
 
         Raises:
             BindingError: if an operand does not fit.
             NotSupportedError: if no engine takes the graph.
         """
-        return self._active_plan().bind(variant_pack, workspace)
+        return self._active_plan().bind(variant_pack, workspace, self.handle)
 
     # -- the rest of the vocabulary -----------------------------------------------------------
 
@@ -339,7 +341,7 @@ class Graph(CallableGraph):
         shapes: Sequence[Sequence[int]] | None,
         strides: Sequence[Sequence[int]] | None,
     ) -> Graph:
-        """This graph with other shapes, planned with the same engine; one an override set."""
+        """This graph with other shapes, planned by the same engine; one an override set."""
         if self._declared_form is None:
             self._active_plan()
         if self._declared_form is None:
@@ -359,7 +361,9 @@ class Graph(CallableGraph):
             form = overridden_form(self._declared_form, *key)
             try:
                 json_form.fill_from_dict(graph, form)
-                graph.create_execution_plan(self._active_plan().plan.engine_id)
+                # The engine's best plan for these shapes: the knobs were chosen for others.
+                chosen = self._active_plan().plan.engine_name
+                graph.deselect_engines({p.engine_name for p in graph.plans} - {chosen})
                 graph.build_plans()
             except (GraphError, NotSupportedError) as error:
                 raise BindingError(f"override: {error}") from error

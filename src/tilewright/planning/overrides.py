@@ -18,13 +18,15 @@ def overridden_form(
     """A copy of ``form`` with the given dims and strides; the rest is inferred anew.
 
     Raises:
-        BindingError: if the lists differ in length, or a uid is unknown.
+        BindingError: if the lists differ in length, or a uid is unknown or comes twice.
     """
     if len(shapes) != len(uids) or len(strides) not in (0, len(uids)):
         raise BindingError(
             f"override: {len(uids)} uids, {len(shapes)} shapes, {len(strides)} strides; expected "
             "one shape, and one stride or none at all, a uid"
         )
+    if len(set(uids)) != len(uids):
+        raise BindingError(f"override: uids {list(uids)}; expected each once")
     result = copy.deepcopy(form)
     by_uid = {tensor["uid"]: tensor for tensor in result["tensors"]}
     for position, uid in enumerate(uids):

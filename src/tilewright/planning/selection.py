@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 class PlanSelection(DeclaredGraph):
     """The plan list of a graph, and everything that picks from it."""
 
+    handle: Any
     _plans: RankedPlans | None
     _barred: dict[int, str]
     _built: dict[int, BuiltPlan]
@@ -123,14 +125,14 @@ class PlanSelection(DeclaredGraph):
         A knob is a ``knob_type``, its number, or either as text: what JSON makes of a record.
 
         Raises:
-            NotSupportedError: if no such plan is proposed, with the engine's reason, or no knob has
-                that name.
+            NotSupportedError: if no such plan is proposed, with the engine's reason, no knob has
+                that name, or a knob's value is no integer.
         """
         if self._plans is None:
             self.create_execution_plans()
-        wanted = tuple((_as_knob(knob), int(value)) for knob, value in (knobs or {}).items())
+        wanted = _as_knobs(knobs)
         for index, plan in enumerate(self._require_plans()):
-            if plan.engine_id == engine and dict(plan.knobs) == dict(wanted):
+            if plan.engine_id == engine and dict(plan.knobs) == wanted:
                 self.select_plan(index)
                 return
         entry = engine_by_id(engine)
@@ -140,7 +142,8 @@ class PlanSelection(DeclaredGraph):
         verdicts = [] if self._plans is None else self._plans.verdicts()
         reason = next((v.reason for v in verdicts if v.engine_id == engine), "")
         raise NotSupportedError(
-            f"engine {entry.name!r} has no plan with knobs {dict(wanted)}"
+            f"engine {entry.name!r} has no plan with knobs "
+            f"{{{', '.join(f'{knob.name}: {value}' for knob, value in wanted.items())}}}"
             + (f": {reason}" if reason else "")
         )
 
@@ -260,12 +263,12 @@ class PlanSelection(DeclaredGraph):
 
     def _plan(self, index: int) -> Plan:
         plans = self._require_plans()
-        if index >= 0:
+        if isinstance(index, int) and index >= 0:
             try:
                 return plans[index]
             except IndexError:
                 pass
-        raise NotSupportedError(f"no plan has index {index}; there are {len(plans)}")
+        raise NotSupportedError(f"no plan has index {index!r}; there are {len(plans)}")
 
     def _index_of(self, plan: int | str | Plan) -> int:
         plans = self._require_plans()
@@ -296,6 +299,21 @@ class PlanSelection(DeclaredGraph):
 
 def _names(notes: Iterable[Any]) -> str:
     return ", ".join(sorted(note.name for note in notes))
+
+
+def _as_knobs(knobs: Any) -> dict[knob_type, int]:
+    if not isinstance(knobs or {}, Mapping):
+        raise NotSupportedError(f"knobs: got {knobs!r}; expected a mapping from knobs to integers")
+    found = {}
+    for name, value in (knobs or {}).items():
+        knob = _as_knob(name)
+        try:
+            found[knob] = int(value) if isinstance(value, str) else operator.index(value)
+        except (TypeError, ValueError) as error:
+            raise NotSupportedError(
+                f"knob {knob.name}: got {value!r}; expected an integer"
+            ) from error
+    return found
 
 
 def _as_knob(knob: Any) -> knob_type:

@@ -123,6 +123,36 @@ def test_one_call_fills_and_launches_as_declared(fake_driver: Any, norm: Any) ->
     assert built._direct.current is call and call(pack, None, None) is True
 
 
+@pytest.mark.parametrize("stride", [None, (2 * WIDTH, 2)])
+def test_a_view_that_is_negated_when_it_is_read_is_refused(
+    stride: Any, fake_driver: Any, build: Any, make_kernel: Any
+) -> None:
+    # Its address and its layout are those of the numbers that it is the negative of.
+    graph = norm_graph(stride or ())
+    built = build(graph, norm_plan(make_kernel, graph))
+    pack = fresh(stride)
+    negated = {**pack, "x": torch._neg_view(pack["x"])}
+    for warm in range(2):
+        for run in (lambda p: built.execute(p), lambda p: built.bind(p).launch()):
+            kind, message = outcome(fake_driver, functools.partial(run, negated))
+            assert kind == "BindingError" and "give tensor.resolve_neg()" in message, warm
+            assert len(outcome(fake_driver, functools.partial(run, pack))) == 1
+
+
+def test_a_frame_without_a_stream_goes_to_its_graphs_handle(fake_driver: Any, norm: Any) -> None:
+    # L8: the given stream, or the handle's, or the current one.
+    built, handle, pack = norm(), tw.create_handle("cpu"), operands()
+    for _ in range(2):  # Bound by the binder, and by the function made for such packs.
+        frame = built.bind(pack, None, handle)
+        for set_to, given, expected in ((None, None, 1000), (77, None, 77), (77, 5, 5)):
+            handle.stream = set_to
+            frame.launch(given)
+            assert [launched.stream for launched in fake_driver.take()] == [expected]
+    tw.destroy_handle(handle)
+    with pytest.raises(tw.BindingError, match="handle: it was destroyed"):
+        frame.launch()
+
+
 def test_a_function_is_made_for_the_second_call(
     fake_driver: Any, build: Any, make_kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

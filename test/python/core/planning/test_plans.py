@@ -296,6 +296,27 @@ def test_modes_and_handles_that_are_none_are_named(modes: Any) -> None:
         other.build()
 
 
+def test_a_record_that_is_none_is_refused(stub: StubEngine) -> None:
+    graph, pack = product()
+    for knobs, message in (
+        ({"TILE_M": "x"}, "knob TILE_M: got 'x'; expected an integer"),
+        ({"TILE_M": 64.5}, "knob TILE_M: got 64.5"),
+        ({"TILE_M": None}, "knob TILE_M: got None"),
+        ([1], "knobs: got .1.; expected a mapping"),
+        ({"TILE_M": 32}, "engine 'triton' has no plan with knobs {TILE_M: 32}"),
+    ):
+        with pytest.raises(tw.NotSupportedError, match=message):
+            graph.create_execution_plan(1, knobs)
+    for index in ("aten", None, 1.0, -1, 3):
+        with pytest.raises(tw.NotSupportedError, match=f"no plan has index {index!r}; there are 3"):
+            graph.get_plan_name_at_index(index)
+    graph.create_execution_plan(1, {"TILE_M": "64"})
+    assert graph.get_engine_and_knobs_at_index(1) == (1, {tw.knob_type.TILE_M: 64})
+    graph.deselect_engines(["triton", "aten"])
+    with pytest.raises(tw.NotSupportedError, match="barred aten"):
+        graph.autotune(pack, torch.empty(1024, dtype=torch.uint8))
+
+
 def test_planning_is_one_shot() -> None:
     graph, _ = product()
     graph.create_execution_plans([tw.heur_mode.A])
@@ -332,6 +353,7 @@ def test_an_override_raises_before_any_write() -> None:
         ([1], [(4, 7)], "expected 7 rows"),
         ([99], [(4, 6)], "no tensor has uid 99"),
         ([1, 2], [(4, 6)], "2 uids, 1 shapes"),
+        ([1, 1], [(4, 6), (4, 6)], "expected each once"),
     ):
         with pytest.raises(tw.BindingError, match=message):
             graph.execute(
@@ -344,6 +366,16 @@ def test_an_override_raises_before_any_write() -> None:
     plain, pack = product()
     with pytest.raises(tw.BindingError, match="is_override_shape_enabled=True"):
         plain.execute(pack, override_uids=[1], override_shapes=[(4, 6)], override_strides=[(6, 1)])
+
+
+def test_an_override_takes_the_engines_best_plan_for_its_shapes(stub: StubEngine) -> None:
+    graph, pack = product(is_override_shape_enabled=True)
+    workspace = torch.empty(1024, dtype=torch.uint8)
+    graph.select_plan("triton:TILE_M=64")
+    graph.execute(pack, workspace)
+    rows = {"override_uids": [1, 3], "override_shapes": [(2, 6), (2, 5)]}
+    graph.execute(pack, workspace, **rows)
+    assert stub.launched == [((tw.knob_type.TILE_M, 64),), ((tw.knob_type.TILE_M, 128),)]
 
 
 def test_serialize_keeps_the_graph_and_the_plan(stub: StubEngine) -> None:
