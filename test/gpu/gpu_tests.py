@@ -28,6 +28,8 @@ OUTCOMES = "TILEWRIGHT_GPU_OUTCOMES"
 UNTIL = "TILEWRIGHT_GPU_UNTIL"
 # The record of the run before, if there is one.
 LAST = "TILEWRIGHT_GPU_LAST"
+# No test runs its kernels without a GPU, so that more of their levels are worth a record.
+ENGINE_MARK = "hopper"
 NO_TIME = "left out: the time of this run is over, and the test also runs without a GPU"
 # How much longer than the last time a test may take, and what one may that has not run yet.
 _SLOWER = 1.5
@@ -86,9 +88,11 @@ def _sources(item: pytest.Item) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what uses no GPU."""
+    """Deselect what uses no GPU; mark what is of one engine, whose levels may be asked for."""
     kept, left = [], []
     for item in items:
+        if ENGINE_MARK in item.path.parts:
+            item.add_marker(ENGINE_MARK)
         how = how_it_uses_a_gpu(item)
         if how is None:
             left.append(item)
@@ -177,6 +181,7 @@ def _reason(report: Any) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write in the process where all reports arrive."""
+    config.addinivalue_line("markers", f"{ENGINE_MARK}: the tests under a folder of this name")
     path = os.environ.get(OUTCOMES)
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Writing(Path(path)), "gpu_tests.writing")

@@ -151,6 +151,22 @@ def test_what_had_no_time_comes_first_and_what_has_none_is_left_out(
     assert ran[100] == ["left_out", "slow_on_a_gpu", "quick", "new"]
 
 
+def test_the_tests_of_the_engine_that_runs_there_alone_have_a_mark(
+    suite: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcomes = tmp_path / "outcomes"
+    monkeypatch.setenv("TILEWRIGHT_GPU_OUTCOMES", str(outcomes))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    )
+    test = "HAS_GPU = True\ndef test_a(): pass\n"
+    files = {"hopper/test_there.py": test, "triton/test_elsewhere.py": test}
+    ran = suite(files, "-p", "gpu_tests", "-n", "1", "-m", "hopper")
+    assert ran.status == 0, ran.text
+    found = {json.loads(line)["id"] for line in outcomes.read_text().splitlines()}
+    assert found == {"hopper/test_there.py::test_a"}
+
+
 def test_candidates_mention_a_gpu_or_their_conftest_does(tmp_path: Path) -> None:
     finder = load("gpu_tests")
     for path, text in {
