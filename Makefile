@@ -46,10 +46,11 @@ format: $(STAMP) ## put the source in the project's format
 bench: $(STAMP) ## time our calls and PyTorch's on this machine
 	$(BIN)/tilewright bench
 
-docs: $(STAMP) ## write the generated parts of docs/ again
+docs: $(STAMP) ## write the generated parts of the pages again
 	$(BIN)/python -m tilewright.planning.support_matrix docs/support.md
 	$(BIN)/python test/cases.py > docs/cases.md
 	$(BIN)/python test/gpu/summary.py > docs/gpu_records.md
+	$(BIN)/python benchmark/figures.py
 
 clean: ## remove the virtual environment, caches and build output
 	rm -rf $(VENV) build demo dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
