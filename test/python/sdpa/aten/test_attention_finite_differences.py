@@ -36,6 +36,7 @@ class Feature:
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     block_mask: bool = False
     soft_cap: float | None = None
+    program: bool = False
     dropout: str | None = None
     rows: int = ROWS
     keys: int = KEYS
@@ -57,6 +58,7 @@ FEATURES = {
             "diagonal_alignment": BOTTOM_RIGHT,
         }
     ),
+    "band": Feature(masks={"diagonal_band_left_bound": 3, "diagonal_band_right_bound": 2}),
     "gqa": Feature(heads=(6, 2)),
     "mqa_causal": Feature(heads=(3, 1), masks={"use_causal_mask": True}),
     "bias": Feature(bias=(BATCH, 2, ROWS, KEYS)),
@@ -65,6 +67,7 @@ FEATURES = {
     "alibi": Feature(heads=(3, 3), masks={"use_alibi_mask": True, "use_causal_mask": True}),
     "sink": Feature(sink=True, masks={"use_causal_mask": True}),
     "soft_cap": Feature(soft_cap=1.5),
+    "score_program": Feature(program=True, masks={"use_causal_mask": True}),
     "padding": Feature(lengths=((7, 4), (5, 9))),
     "padding_bottom_right": Feature(
         lengths=((7, 2), (5, 9)), masks={"use_causal_mask_bottom_right": True}
@@ -138,6 +141,8 @@ class Problem:
         }
         if feature.soft_cap is not None:
             options["score_mod"] = _soft_cap(feature.soft_cap)
+        elif feature.program:
+            options["score_mod"] = _program
         if feature.dropout == "philox":
             options["dropout"] = (0.3, *(graph.tensor_scalar(word) for word in (11, 5)))
         elif feature.dropout == "mask":
@@ -206,6 +211,13 @@ def _soft_cap(cap: float) -> Any:
         return graph.mul(graph.tanh(small), graph.tensor_scalar(cap))
 
     return score_mod
+
+
+def _program(graph: Any, score: Any) -> Any:
+    """No soft cap: of the score and of where it is."""
+    place = graph.sub(graph.gen_index(score, 3), graph.gen_index(score, 2))
+    weight = graph.cos(graph.add(place, graph.gen_index(score, 1)))
+    return graph.add(graph.mul(score, weight), graph.sigmoid(graph.mul(score, score)))
 
 
 @pytest.mark.L0
