@@ -191,7 +191,7 @@ def _print(header: dict[str, Any], measurements: Sequence[Measurement]) -> None:
 @contextlib.contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal's standard error; nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield lambda name: None
         return
     from rich.console import Console

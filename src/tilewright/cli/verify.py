@@ -206,7 +206,7 @@ class _Progress:
             TextColumn("{task.description}"),
             console=console,
             transient=True,
-            disable=not sys.stderr.isatty(),
+            disable=sys.stderr is None or not sys.stderr.isatty(),
         )
         self._task = self._bar.add_task("", total=total)
 

@@ -169,6 +169,12 @@ def test_a_closed_standard_output_is_no_error(
     assert main(["plans", path, "--json"]) == 0
 
 
+@pytest.mark.parametrize("command", ["bench matmul-execute --rounds 1", "verify rope --brief"])
+def test_a_closed_standard_error_is_no_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(command.split()) == 0
+
+
 def test_the_exit_codes_are_documented() -> None:
     text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     help_text = build_parser().format_help()
