@@ -3,10 +3,11 @@
     PYTHONPATH=src python test/gpu/pairs.py --record test/gpu/records/DEVICE_pairs.json
 
 Needs a CUDA device, torch, triton, pytest and pytest-xdist. The tests are those of level L2 in
-test_triton_attention_pairs.py; each runs a dozen or a few dozen cases against the float64 oracle.
-The record holds device, versions, command, and for each direction, and for few queries whose keys
-are split, the cases that ran, those that an engine declined by reason, and the tests that failed;
-the exit status is 0 if none did and all were run.
+test_triton_attention_pairs.py and, on compute capability 9.0, in test_hopper_attention_pairs.py and
+test_hopper_backward_pairs.py; each runs a dozen or a few dozen cases against the float64 oracle.
+The record holds device, versions, command, and for each direction of each engine, and for few
+queries whose keys are split, the cases that ran, those that an engine declined by reason, and the
+tests that failed; the exit status is 0 if none did and all were run.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from typing import Any
 import record as gpu_record
 
 COMMAND = "PYTHONPATH=src python test/gpu/pairs.py --record RECORD.json"
-TESTS = "test/python/sdpa/triton/test_triton_attention_pairs.py"
+FOLDER = "test/python/sdpa"
+_TRITON = "triton/test_triton_attention_pairs.py"
+# What is told apart: a file, and a test in it.
 DIRECTIONS = {
-    "forward": "test_every_pair_of_features",
-    "split keys": "test_every_pair_of_features_where_keys_are_split",
-    "backward": "test_every_pair_of_features_backward",
+    "forward": (_TRITON, "test_every_pair_of_features"),
+    "split keys": (_TRITON, "test_every_pair_of_features_where_keys_are_split"),
+    "backward": (_TRITON, "test_every_pair_of_features_backward"),
+}
+ON_HOPPER = {
+    "forward on Hopper": ("hopper/test_hopper_attention_pairs.py", "test_every_pair_of_features"),
+    "backward on Hopper": ("hopper/test_hopper_backward_pairs.py", "test_every_pair_of_features"),
 }
 # Where the plugin below writes, and after when no test begins, in the environment.
 _LINES, _UNTIL = "PAIRS_LINES", "PAIRS_UNTIL"
@@ -40,7 +47,7 @@ _SHARE_OF_ALL = 0.9
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """As a plugin: those that take longest begin first, so that all end at about one time."""
-    items.sort(key=lambda item: DIRECTIONS["backward"] not in item.name)
+    items.sort(key=lambda item: "backward" not in item.nodeid)
 
 
 def pytest_runtest_setup(item: Any) -> None:
@@ -56,7 +63,7 @@ def pytest_runtest_logreport(report: Any) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
         return
     line = {
-        "test": report.nodeid.rpartition("::")[2],
+        "test": report.nodeid.removeprefix(f"{FOLDER}/"),
         "outcome": report.outcome,
         "seconds": report.duration,
         "values": [value for name, value in report.user_properties if name == _PROPERTY],
@@ -97,12 +104,15 @@ def main() -> int:
     os.environ[_UNTIL] = str(time.time() + arguments.limit * _SHARE_OF_ALL)
     head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pairs", "-p", "no:cacheprovider"]
     # A test is handed out when a process is free for it: some compile ten times as long as others.
-    head += ["-q", "-n", str(arguments.workers), "--maxschedchunk", "1", "-m", "L2", TESTS]
+    machine = gpu_record.machine()
+    directions = DIRECTIONS | (ON_HOPPER if machine["capability"] == [9, 0] else {})
+    head += ["-q", "-n", str(arguments.workers), "--maxschedchunk", "1", "-m", "L2"]
+    head += [f"{FOLDER}/{file}" for file in dict.fromkeys(file for file, _ in directions.values())]
     found: dict[str, Any] = {
-        "what": "every pair of attention's features on Triton, against the float64 oracle",
+        "what": "every pair of attention's features on an engine, against the float64 oracle",
         "command": COMMAND,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        **gpu_record.machine(),
+        **machine,
         "pytest": shlex.join(["python", *head[1:]]),
     }
     with tempfile.TemporaryDirectory() as temporary:
@@ -115,11 +125,12 @@ def main() -> int:
         if status != 0:
             print(log.read_text(errors="replace")[-6000:])
     found |= {"exit_status": status, "seconds": round(time.monotonic() - began, 1)}
-    for direction, name in DIRECTIONS.items():
-        found[direction] = summed([ln for ln in lines if ln["test"].partition("[")[0] == name])
+    for direction, names in directions.items():
+        test = "::".join(names)
+        found[direction] = summed([ln for ln in lines if ln["test"].partition("[")[0] == test])
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for direction in DIRECTIONS:
+    for direction in directions:
         told = found[direction]
         print(
             f"{direction}: {told['cases_run']} cases ran, {told['cases_declined']} declined, "
@@ -129,7 +140,7 @@ def main() -> int:
             print(f"  {count} declined: {reason}")
         for test, reason in told["failed"].items():
             print(f"  FAILED {test}: {reason[-300:]}")
-    is_whole = all("skipped" not in found[direction]["tests"] for direction in DIRECTIONS)
+    is_whole = all("skipped" not in found[direction]["tests"] for direction in directions)
     return 0 if status == 0 and is_whole else 1
 
 
