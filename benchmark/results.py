@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,30 @@ def device_name() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
+
+
+# Peers that are no part of PyTorch: the module that is imported, and its package.
+PEERS = {"cudnn": "nvidia-cudnn-frontend", "flash_attn.cute": "flash-attn-4"}
+
+
+def versions() -> str:
+    """Of what was measured, and of the peers beside it."""
+    import torch
+    import triton
+
+    found = [f"torch {torch.__version__}", f"triton {triton.__version__}"]
+    found.append(f"python {sys.version.split()[0]}")
+    if torch.backends.cudnn.is_available():
+        found.append(f"cuDNN {torch.backends.cudnn.version()}")
+    for name, package in PEERS.items():
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        version = getattr(module, "__version__", "")
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(package)
+        found.append(f"{package} {version}".strip())
+    return ", ".join(found)
 
 
 class Table:
@@ -36,16 +62,14 @@ class Table:
     def write(self) -> Path:
         """Write the csv and print it."""
         import torch
-        import triton
 
         folder = RESULTS / device_name()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.subject}.csv"
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        versions = f"torch {torch.__version__}, triton {triton.__version__}"
         with path.open("w", newline="") as file:
-            file.write(f"# device: {name}\n# versions: {versions}, ")
-            file.write(f"python {sys.version.split()[0]}\n# command: {self.command}\n")
+            file.write(f"# device: {name}\n# versions: {versions()}\n")
+            file.write(f"# command: {self.command}\n")
             writer = csv.DictWriter(file, list(self.rows[0]))
             writer.writeheader()
             writer.writerows(self.rows)
