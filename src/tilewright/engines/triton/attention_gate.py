@@ -16,7 +16,7 @@ from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
 
-_GATE_TYPES = (DataType.HALF, DataType.BFLOAT16, DataType.FLOAT)
+_TYPES = (DataType.HALF, DataType.BFLOAT16, DataType.FLOAT)
 
 
 def read_graph(graph: DeclaredGraph) -> AttentionSpec:
@@ -47,6 +47,12 @@ def read_graph(graph: DeclaredGraph) -> AttentionSpec:
                 "product, and O's and the gate's factor alone nowhere"
             )
     _check_gate(graph, gate, o)
+    for tensor in (o, weight, gated):
+        if tensor.data_type not in _TYPES:
+            raise NotSupportedError(
+                f"tensor {tensor.label()} has data type {tensor.data_type.name}; the kernels "
+                f"multiply O and the gate's factor in float32, and round to {_names()}"
+            )
     if gated.dim != o.dim:
         raise NotSupportedError(
             f"tensor {gated.label()} (out) has dim {gated.dim}; the kernels store O's dim {o.dim}"
@@ -95,11 +101,10 @@ def _check_gate(graph: DeclaredGraph, gate: Tensor, o: Tensor) -> None:
             f"tensor {gate.label()} (in0) is no buffer that the graph reads; the kernels read the "
             "gate of an attention from memory"
         )
-    if gate.data_type not in _GATE_TYPES:
-        names = ", ".join(data_type.name for data_type in _GATE_TYPES)
+    if gate.data_type not in _TYPES:
         raise NotSupportedError(
             f"tensor {gate.label()} (in0) has data type {gate.data_type.name}; the kernels take a "
-            f"gate of {names}"
+            f"gate of {_names()}"
         )
     fits = gate.rank == o.rank and all(
         have in (1, want) for have, want in zip(gate.dim, o.dim, strict=True)
@@ -109,3 +114,7 @@ def _check_gate(graph: DeclaredGraph, gate: Tensor, o: Tensor) -> None:
             f"tensor {gate.label()} (in0) has dim {gate.dim}; the kernels take a gate with 1 or "
             f"the extent of O's dim {o.dim} on each axis"
         )
+
+
+def _names() -> str:
+    return ", ".join(data_type.name for data_type in _TYPES)

@@ -88,6 +88,18 @@ DECLINES = {
     "two results": (both, "is an output; of a gated attention the kernels store the product"),
     "a double gate": (wide, "has data type DOUBLE; the kernels take a gate of"),
     "O as its gate": (own, "is no buffer that the graph reads"),
+    "a factor of 0 or 1": (
+        lambda graph, o, gate: graph.mul(o, graph.sigmoid(gate).set_data_type("bool")),
+        "has data type BOOLEAN; the kernels multiply O and the gate's factor in float32",
+    ),
+    "a double O": (
+        lambda graph, o, gate: graph.mul(o.set_data_type("float64"), graph.sigmoid(gate)),
+        "tensor 'o' has data type DOUBLE",
+    ),
+    "a product in 8 bits": (
+        lambda graph, o, gate: graph.mul(o, graph.sigmoid(gate)).set_data_type("fp8_e4m3"),
+        "has data type FP8_E4M3; .* round to HALF, BFLOAT16, FLOAT",
+    ),
     "no gate": (squared, "its operands are not tensor 'o'"),
     "another function": (
         lambda graph, o, gate: graph.mul(o, graph.tanh(gate)),
