@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.launch.cuda_driver import check, driver
 
 # No context is current in this thread: it has made no call of the CUDA runtime yet.
-_INVALID_CONTEXT = 201
+INVALID_CONTEXT = 201
 # Streams whose launch configuration a kernel remembers; past that each call makes its own.
 _REMEMBERED_STREAMS = 64
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -99,7 +99,7 @@ class KernelCall:
         Raises:
             LaunchError: if the driver refuses.
         """
-        if status == _INVALID_CONTEXT:
+        if status == INVALID_CONTEXT:
             make_context_current(device_index)
             status = self.launch(self.streams[stream], self.function, None, extra)
         check(status, f"kernel {self.name!r}: launch")

@@ -89,7 +89,8 @@ class BoundLaunch:
             else:
                 start = stop = scratch + encoder.scratch_bytes
             if self._mapped[number] != (start, stop):
-                self.block[offset : offset + TENSOR_MAP_BYTES] = encoder.encode(start, stop)
+                made = encoder.encode(start, stop, self._device_index)
+                self.block[offset : offset + TENSOR_MAP_BYTES] = made
                 self._mapped[number] = (start, stop)
         self._launch.fill(self.block, starts, views, scratch)
 

@@ -14,6 +14,7 @@ from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.cuda_driver import check, driver
+from tilewright.launch.driver_launch import INVALID_CONTEXT, make_context_current
 from tilewright.launch.prepared import TENSOR_MAP_BYTES
 from tilewright.launch.prepared import TensorMap as TensorMap
 
@@ -144,8 +145,8 @@ class TensorMapEncoder:
             _FILL_ZERO,
         )
 
-    def encode(self, start: int, stop: int) -> bytes:
-        """The 128 bytes of the map for an operand in bytes ``start`` to ``stop``.
+    def encode(self, start: int, stop: int, device_index: int) -> bytes:
+        """The 128 bytes of the map for an operand of a device in bytes ``start`` to ``stop``.
 
         Raises:
             BindingError: if the address is not a multiple of 16 bytes.
@@ -161,22 +162,28 @@ class TensorMapEncoder:
         memory = _MapMemory()
         skip = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
         place = ctypes.addressof(memory) + skip
-        known, library = self._known, driver()
-        if known is not None and known[0] == owned:
-            ctypes.memmove(place, known[1], TENSOR_MAP_BYTES)
-            status = library.cuTensorMapReplaceAddress(place, start)
-        else:
-            arrays = self._arrays
-            if self.is_flat:
-                arrays = (self._flat_dim(owned), *arrays[1:])
-            status = library.cuTensorMapEncodeTiled(
-                place, *self._leading, start, *arrays, *self._modes
-            )
+        status = self._write(place, start, owned)
+        if status == INVALID_CONTEXT:
+            make_context_current(device_index)
+            status = self._write(place, start, owned)
         if status:
             check(status, f"tensor {self._label}: encoding its tensor map")
         made = memory.raw[skip : skip + TENSOR_MAP_BYTES]
         self._known = (owned, made)
         return made
+
+    def _write(self, place: int, start: int, owned: int) -> int:
+        """Have the driver write the map; its status."""
+        known, library = self._known, driver()
+        if known is not None and known[0] == owned:
+            ctypes.memmove(place, known[1], TENSOR_MAP_BYTES)
+            return int(library.cuTensorMapReplaceAddress(place, start))
+        arrays = self._arrays
+        if self.is_flat:
+            arrays = (self._flat_dim(owned), *arrays[1:])
+        return int(
+            library.cuTensorMapEncodeTiled(place, *self._leading, start, *arrays, *self._modes)
+        )
 
     def _flat_dim(self, owned_bytes: int) -> ctypes.Array[ctypes.c_uint64]:
         """The extents for a buffer of ``owned_bytes``: as many rows as all heads have of it."""

@@ -106,7 +106,7 @@ def test_a_known_map_is_written_anew_by_its_address(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tensor_maps, "driver", lambda: library)
     encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
     for start in (4096, 8192, 4096):
-        made = encoder.encode(start, start + 96)
+        made = encoder.encode(start, start + 96, 0)
         assert len(made) == 128 and struct.unpack("<Q", made[-8:]) == (start,)
     assert library.asked == ["encode", "replace", "replace"]
     # Where the map depends on how much a buffer owns, another extent is another map.
@@ -116,15 +116,40 @@ def test_a_known_map_is_written_anew_by_its_address(monkeypatch: pytest.MonkeyPa
     library.asked.clear()
     encoder = TensorMapEncoder(tensor_map(packed, 0, (1, 1, 8, 8)))
     for start, owned in ((4096, 160), (8192, 160), (8192, 320)):
-        encoder.encode(start, start + owned)
+        encoder.encode(start, start + owned, 0)
     assert library.asked == ["encode", "replace", "encode"]
+
+
+def test_a_thread_that_has_no_context_gets_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The driver encodes no map, and writes no address into one, where no context is current.
+    library, contexts = Library(), []
+
+    def refused(*_: Any) -> int:
+        return 0 if contexts else 201
+
+    def make_current(device_index: int) -> None:
+        contexts.append(device_index)
+
+    monkeypatch.setattr(tensor_maps, "driver", lambda: library)
+    monkeypatch.setattr(tensor_maps, "make_context_current", make_current)
+    encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
+    for name in ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"):
+        write = getattr(Library, name)
+        monkeypatch.setattr(
+            Library, name, lambda self, *a, write=write: refused() or write(self, *a)
+        )
+    for start in (4096, 8192):
+        contexts.clear()
+        made = encoder.encode(start, start + 96, 3)
+        assert struct.unpack("<Q", made[-8:]) == (start,) and contexts == [3]
+    assert library.asked == ["encode", "replace"]
 
 
 @pytest.mark.parametrize("start", [0, 8, 4098])
 def test_an_address_that_no_map_takes_is_refused_before_the_driver(start: int) -> None:
     encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
     with pytest.raises(tw.BindingError, match=rf"'x': address {start:#x}.*multiple of 16"):
-        encoder.encode(start, start + 48)
+        encoder.encode(start, start + 48, 0)
 
 
 def test_a_map_is_followed_by_its_extents_and_steps() -> None:

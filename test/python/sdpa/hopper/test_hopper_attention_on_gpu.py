@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -308,6 +309,34 @@ def test_concurrent_frames_on_several_streams(call: Any) -> None:
     torch.cuda.synchronize()
     for pack in packs:
         check(pack, CAUSAL)
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("way", ["execute", "bind"])
+def test_a_threads_first_call_makes_its_tensor_maps(call: Any, way: str) -> None:
+    # A thread that made no call of the CUDA runtime has no context, which the driver asks for.
+    graph, tensors = call
+    graph.execute(tensors)
+    tensors["o"].fill_(torch.nan)
+    other = {name: tensor.clone() for name, tensor in tensors.items()}
+    torch.cuda.synchronize()
+    failures: list[Exception] = []
+
+    def first() -> None:
+        try:
+            if way == "execute":
+                graph.execute(other)
+            else:
+                graph.bind(other).launch()
+        except tw.TilewrightError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    assert not failures, str(failures[0])
+    torch.cuda.synchronize()
+    check(other, CAUSAL)
 
 
 @pytest.mark.L0
