@@ -4,19 +4,21 @@ Loaded by test/gpu/record.py as ``-p gpu_tests``. A test uses a GPU if its marks
 (``needs_gpus``, ``gpu_exclusive``), if the reason of its skip mark does, or of a skip in one of its
 fixtures, or if its module asked for a GPU and found one (``HAS_GPU``). There is no list to keep.
 
-What the run before left out for want of time comes first, then what nothing but a GPU shows. A test
-that also runs elsewhere is left out where the time that is left is short of what it took.
+What the run before had not, or left out for want of time, comes first, then what nothing but a GPU
+shows, and of each the longest first, so that all workers end at about one time. Where the time
+seems too short for all, the longest of those that also run elsewhere come last. A test is left out
+where the time that is left is short of what it may take.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,22 @@ import pytest
 OUTCOMES = "TILEWRIGHT_GPU_OUTCOMES"
 # When all must be over, in seconds since the epoch.
 UNTIL = "TILEWRIGHT_GPU_UNTIL"
+# How many seconds all workers have for tests, together.
+ROOM = "TILEWRIGHT_GPU_ROOM"
 # The record of the run before, if there is one.
 LAST = "TILEWRIGHT_GPU_LAST"
 # No test runs its kernels without a GPU, so that more of their levels are worth a record.
 ENGINE_MARK = "hopper"
-NO_TIME = "left out: the time of this run is over, and the test also runs without a GPU"
-# How much longer than the last time a test may take, and what one may that has not run yet.
+LEFT_OUT = "left out: "
+NO_TIME = f"{LEFT_OUT}this run had no time for it"
+# How much longer than the last time a test may take when the time is nearly over.
 _SLOWER = 1.5
-_UNKNOWN_S = 20.0
+# Of one that has not run yet, and of whose file none has.
+_UNKNOWN_S = 10.0
 _REASON = re.compile(r"\b(GPUs?|CUDA)\b")
 _SKIP = re.compile(r"\bskip\([^)]*\b(GPUs?|CUDA)\b")
+# The fixture of tests that compile for devices which need not be there, and use none.
+_COMPILING = "compiled_facts"
 # What a file holds that has such tests, or whose folder's conftest does.
 MENTIONS = re.compile(r"\bGPUs?\b|\bCUDA\b|needs_gpus|gpu_exclusive|HAS_GPU|nvidiactl")
 _REASON_LENGTH = 400
@@ -65,6 +73,8 @@ def how_it_uses_a_gpu(item: pytest.Item) -> str | None:
             return "only"
     if any(_SKIP.search(source) for source in _sources(item)):
         return "only"
+    if _COMPILING in getattr(item, "fixturenames", ()):
+        return None
     module = getattr(item, "module", None)
     return "if there" if getattr(module, "HAS_GPU", False) else None
 
@@ -86,9 +96,14 @@ def _sources(item: pytest.Item) -> list[str]:
     return found
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what uses no GPU; mark what is of one engine, whose levels may be asked for."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Deselect what uses no GPU; mark what is of one engine, whose levels may be asked for.
+
+    What is left when marks and levels have been looked at is put in order.
+    """
     kept, left = [], []
     for item in items:
         if ENGINE_MARK in item.path.parts:
@@ -99,19 +114,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             item.user_properties.append(("gpu", how))
             kept.append(item)
-    last = last_tests()
-    items[:] = sorted(
-        kept,
-        key=lambda item: (
-            not _was_left_out(last.get(item.nodeid)),
-            dict(item.user_properties)["gpu"] != "only",
-        ),
-    )
+    items[:] = kept
     if left:
         config.hook.pytest_deselected(items=left)
+    yield
+    last, seconds = last_tests(), expected_s([item.nodeid for item in items])
+    postponed = _postponed(items, seconds)
+    items.sort(
+        key=lambda item: (
+            item.nodeid in postponed,
+            not _is_due(last.get(item.nodeid)),
+            not _is_only_here(item),
+            -seconds[item.nodeid],
+        )
+    )
+    config.stash[_SECONDS] = seconds
 
 
-@functools.cache
+_SECONDS = pytest.StashKey[dict[str, float]]()
+
+
+def _is_only_here(item: pytest.Item) -> bool:
+    return dict(item.user_properties).get("gpu") == "only"
+
+
 def last_tests() -> dict[str, list[Any]]:
     """Of the run before, by test: the outcome, its seconds, and a reason if any."""
     path = os.environ.get(LAST)
@@ -122,19 +148,43 @@ def last_tests() -> dict[str, list[Any]]:
 
 
 def _was_left_out(told: list[Any] | None) -> bool:
-    return told is not None and told[2:] == [NO_TIME]
+    return told is not None and str(told[-1]).startswith(LEFT_OUT)
 
 
-def _may_take_s(told: list[Any] | None) -> float:
-    return _UNKNOWN_S if told is None or _was_left_out(told) else _SLOWER * float(told[1])
+def _is_due(told: list[Any] | None) -> bool:
+    return told is None or _was_left_out(told)
+
+
+def expected_s(names: Iterable[str]) -> dict[str, float]:
+    """What each test takes: what it took, or where it has not run what those of its file did."""
+    took = {name: float(told[1]) for name, told in last_tests().items() if not _was_left_out(told)}
+    files: dict[str, list[float]] = {}
+    for name, seconds in took.items():
+        files.setdefault(name.partition("::")[0], []).append(seconds)
+    usual = {path: sum(values) / len(values) for path, values in files.items()}
+    return {name: took.get(name, usual.get(name.partition("::")[0], _UNKNOWN_S)) for name in names}
+
+
+def _postponed(items: Sequence[pytest.Item], seconds: dict[str, float]) -> set[str]:
+    """Tests that wait so that the rest has the time: the longest of what runs elsewhere too."""
+    room_s = float(os.environ.get(ROOM, "inf"))
+    last = last_tests()
+    needed_s = sum(seconds[item.nodeid] for item in items)
+    out: set[str] = set()
+    for item in sorted(items, key=lambda item: -seconds[item.nodeid]):
+        if needed_s <= room_s:
+            break
+        if not _is_only_here(item) and not _is_due(last.get(item.nodeid)):
+            out.add(item.nodeid)
+            needed_s -= seconds[item.nodeid]
+    return out
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what other machines run too, where time is short; give back kept memory."""
+    """Leave out what there is no time for; give back kept memory."""
     left_s = float(os.environ.get(UNTIL, "inf")) - time.time()
-    is_only_here = dict(item.user_properties).get("gpu") == "only"
-    if not is_only_here and left_s < _may_take_s(last_tests().get(item.nodeid)):
+    if left_s < _SLOWER * item.config.stash[_SECONDS][item.nodeid]:
         pytest.skip(NO_TIME)
     _give_memory_back()
 

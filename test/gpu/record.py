@@ -56,8 +56,10 @@ def verify_runs() -> list[tuple[str, tuple[str, ...]]]:
 _SEVERITY = {"passed": 0, "skipped": 1, "failed": 2, "crashed": 3}
 _SHOWN = 6
 _RESERVE_S = 5.0
-# From the end of the last test to that of pytest.
-_ENDING_S = 6.0
+# Until the first test begins, and from the end of the last one to that of pytest.
+_STARTING_S, _ENDING_S = 25.0, 6.0
+# How much of the time between workers have a test to run.
+_BUSY = 0.95
 _RECORDS = ROOT / "test/gpu/records"
 
 
@@ -103,10 +105,12 @@ def run_tests(
     outcomes.touch()
     os.environ[gpu_tests.OUTCOMES] = str(outcomes)
     os.environ[gpu_tests.UNTIL] = str(time.time() + limit_s - _ENDING_S)
+    os.environ[gpu_tests.ROOM] = str(workers * (limit_s - _STARTING_S - _ENDING_S) * _BUSY)
     os.environ[gpu_tests.LAST] = "" if last is None else str(last)
     files = [str(path.relative_to(ROOT)) for path in gpu_tests.candidates(ROOT / "test/python")]
     head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_tests"]
-    head += ["-p", "no:cacheprovider", "-q", "-n", str(workers), "-m", levels]
+    head += ["-p", "no:cacheprovider", "-q", "-n", str(workers), "--maxschedchunk", "2"]
+    head += ["-m", levels]
     began = time.monotonic()
     status = ended([*head, *files], log, limit_s)
     seconds = round(time.monotonic() - began, 1)

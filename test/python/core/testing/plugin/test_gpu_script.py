@@ -119,6 +119,14 @@ TIMED = """
 
     @pytest.mark.skipif(False, reason="needs an NVIDIA GPU")
     def test_slow_on_a_gpu(): pass
+
+    @pytest.fixture
+    def compiled_facts(): pass
+
+    def test_for_other_devices(compiled_facts): pass
+
+    @pytest.mark.long
+    def test_that_is_not_asked_for(): pass
 """
 
 
@@ -128,7 +136,8 @@ def test_what_had_no_time_comes_first_and_what_has_none_is_left_out(
     finder = load("gpu_tests")
     outcomes, last = tmp_path / "outcomes", tmp_path / "last.json"
     told: dict[str, list[Any]] = {name: ["passed", 90.0] for name in ("slow", "slow_on_a_gpu")}
-    told |= {"quick": ["passed", 0.1], "left_out": ["skipped", 0.0, finder.NO_TIME]}
+    told |= {"that_is_not_asked_for": ["passed", 90.0], "quick": ["passed", 0.1]}
+    told |= {"left_out": ["skipped", 0.0, finder.NO_TIME]}
     tests = {f"test_timed.py::test_{name}": entry for name, entry in told.items()}
     last.write_text(json.dumps({"tests": tests}))
     monkeypatch.setenv("TILEWRIGHT_GPU_OUTCOMES", str(outcomes))
@@ -137,34 +146,22 @@ def test_what_had_no_time_comes_first_and_what_has_none_is_left_out(
         "PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     )
     ran = {}
-    for left_s in (3600, 100):
+    # Room for all of five minutes; for less; less time than the longest ones need at their turn.
+    for left_s, room_s in ((3600, 320), (3600, 230), (110, 3600)):
         outcomes.write_text("")
         monkeypatch.setenv("TILEWRIGHT_GPU_UNTIL", str(time.time() + left_s))
-        assert suite({"test_timed.py": TIMED}, "-p", "gpu_tests", "-n", "1").status == 0
+        monkeypatch.setenv("TILEWRIGHT_GPU_ROOM", str(room_s))
+        options = ("-p", "gpu_tests", "-n", "1", "-m", "not long")
+        assert suite({"test_timed.py": TIMED}, *options).status == 0
         phases = [json.loads(line) for line in outcomes.read_text().splitlines()]
-        ran[left_s] = [
+        ran[left_s, room_s] = [
             phase["id"].partition("test_timed.py::test_")[2]
             for phase in phases
             if phase["when"] == "call"
         ]
-    assert ran[3600] == ["left_out", "slow_on_a_gpu", "quick", "slow", "new"]
-    assert ran[100] == ["left_out", "slow_on_a_gpu", "quick", "new"]
-
-
-def test_the_tests_of_the_engine_that_runs_there_alone_have_a_mark(
-    suite: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    outcomes = tmp_path / "outcomes"
-    monkeypatch.setenv("TILEWRIGHT_GPU_OUTCOMES", str(outcomes))
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-    )
-    test = "HAS_GPU = True\ndef test_a(): pass\n"
-    files = {"hopper/test_there.py": test, "triton/test_elsewhere.py": test}
-    ran = suite(files, "-p", "gpu_tests", "-n", "1", "-m", "hopper")
-    assert ran.status == 0, ran.text
-    found = {json.loads(line)["id"] for line in outcomes.read_text().splitlines()}
-    assert found == {"hopper/test_there.py::test_a"}
+    assert ran[3600, 320] == ["left_out", "new", "slow_on_a_gpu", "slow", "quick"]
+    assert ran[3600, 230] == ["left_out", "new", "slow_on_a_gpu", "quick", "slow"]
+    assert ran[110, 3600] == ["left_out", "new", "quick"]
 
 
 def test_candidates_mention_a_gpu_or_their_conftest_does(tmp_path: Path) -> None:
