@@ -8,7 +8,8 @@
 medians of interleaved rounds with a cold L2; it writes attention_backward.csv under
 benchmark/results/<device>/, and the second command the .png beside it, on any machine. "quick" is
 what is planned without, "fixed" with ``use_deterministic_algorithm``; at the first length Triton's
-plans stand beside those of the engine that is faster. Processes of their own compile ahead.
+plans stand beside those of the engine that is faster, and cuDNN is called through its own front end
+as well, where that is installed. Processes of their own compile ahead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import cudnn_frontend
 import flash_cute
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,7 @@ LENGTHS = (8192, 2048, 16384)
 ROUNDS = {LENGTHS[0]: 7}
 FEWER_ROUNDS = 3
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+FRONT_END = "cudnn front end"
 # What the slowest front end takes on the host for a call.
 HOST_US = 1500.0
 GRADIENTS = ("dQ", "dK", "dV")
@@ -128,6 +131,8 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
     cute = flash_cute.backward(q, k, v, d_o, causal)
     if cute is not None:
         calls["cute"] = cute
+    if length == LENGTHS[0]:
+        calls |= front_end(pack, causal, reference)
     plans = itertools.product(MODES, BARRED)
     for (mode, is_deterministic), barred in plans if length == LENGTHS[0] else QUICKEST:
         graph = declare(pack, causal, is_deterministic)
@@ -147,18 +152,39 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
         calls[name] = frame.launch
     flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
     times = device_ms(calls, rounds=ROUNDS.get(length, FEWER_ROUNDS), host_us=HOST_US)
+    # cuDNN is called in two ways; the quicker one counts.
+    cudnn = min((ms for name, ms in times.items() if name in ("cudnn", FRONT_END)), default=None)
     for name, ms in times.items():
         table.add(
             depth=depth,
             length=length,
             causal=int(causal),
-            who=name if name.startswith("tilewright") else f"torch {name}",
+            who=name if " " in name else f"torch {name}",
             ms=f"{ms:.3f}",
             tflop_s=f"{flops / ms / 1e9:.0f}",
-            of_cudnn=f"{times['cudnn'] / ms:.2f}" if "cudnn" in times else "",
+            of_cudnn=f"{cudnn / ms:.2f}" if cudnn else "",
             of_cute=f"{times['cute'] / ms:.2f}" if "cute" in times else "",
             of_flash=f"{times['flash'] / ms:.2f}" if "flash" in times else "",
         )
+
+
+def front_end(pack: dict[str, torch.Tensor], causal: bool, reference: Any) -> dict[str, Call]:
+    """cuDNN's own front end, if it is there, takes the call, and is right."""
+    made = {name: torch.full_like(pack["q"], torch.nan) for name in GRADIENTS}
+    try:
+        call = cudnn_frontend.backward(pack, made, causal)
+    except RuntimeError as error:
+        print(f"cuDNN's front end does not take {tuple(pack['q'].shape)}: {error}")
+        return {}
+    if call is None:
+        return {}
+    call()
+    for found, expected in zip(made.values(), reference, strict=True):
+        worst = (found.float() - expected.float()).abs().max() / expected.abs().max()
+        if not worst <= TOLERANCE:
+            print(f"cuDNN's front end is left out: error {worst}")
+            return {}
+    return {FRONT_END: call}
 
 
 def draw(device: str) -> None:

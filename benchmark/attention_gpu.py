@@ -37,12 +37,10 @@ import tilewright as tw
 
 TOKENS, CHANNELS = 16384, 2048
 ENGINE = "triton"
-DEPTHS, LENGTHS, MASKS = (128, 64, 256), (2048, 8192, 16384), ("none", "causal")
+DEPTHS, LENGTHS, MASKS = (128, 64, 256), (2048, 4096, 8192, 16384), ("none", "causal")
 PAGES = (0, 16, 128)
 # Promised, so that no plan for other addresses is compiled.
 ALIGNMENT_BYTES = 16
-# cuDNN's front end takes long to build a plan, and the kernels are those that PyTorch calls.
-FRONT_END_LENGTH = 8192
 # Seconds for compiling everything, parts side by side, before anything is measured.
 BUILD_S = 30.0
 ROUNDS = 7
@@ -177,7 +175,7 @@ def dense(table: Table | None, depth: int, mask: str) -> None:
         flops = 4 * TOKENS * CHANNELS * length / (2 if is_causal else 1)
         case = {"kind": "dense", "depth": depth, "length": length, "mask": mask}
         peers = {} if table is None else torch_peers(q, k, v, is_causal=is_causal)
-        if table is not None and length == FRONT_END_LENGTH:
+        if table is not None:
             front = cudnn_frontend.attention(q, k, v, torch.empty_like(q), is_causal)
             peers |= {} if front is None else {"cudnn front end": front}
         measure(table, case, problem, peers, flops, "TFLOP/s")
@@ -271,10 +269,33 @@ def decode(table: Table | None, page: int) -> None:
             if kind == "even" and table is not None:
                 peers |= torch_peers(q, k, v, enable_gqa=True)
             expected = None if table is None else decoded(q, k, v, used)
+            if expected is not None and kind == "uneven" and not page:
+                # PyTorch has no call of cuDNN for it.
+                peers |= uneven_front_end(q, k, v, used, expected)
             problem = decode_problem(q, k, v, used, page)
             case = {"kind": "decode", "depth": depth, "length": length}
             case["mask"] = kind + (f", page {page}" * bool(page))
             measure(table, case, problem, peers, moved, "TB/s", expected)
+
+
+def uneven_front_end(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, expected: torch.Tensor
+) -> dict[str, Call]:
+    """cuDNN's front end with lengths, if it is there, takes them, and is right."""
+    out = torch.full_like(q, torch.nan)
+    try:
+        call = cudnn_frontend.padded(q, k, v, out, torch.ones_like(used), used)
+    except RuntimeError as error:
+        print(f"cuDNN's front end does not take uneven lengths: {error}")
+        return {}
+    if call is None:
+        return {}
+    call()
+    error = (out.float() - expected).abs().max().item()
+    if not error <= TOLERANCE:
+        print(f"cuDNN's front end with uneven lengths is left out: error {error}")
+        return {}
+    return {"cudnn front end": call}
 
 
 def decode_problem(

@@ -79,6 +79,63 @@ def attention(
     return prepare(graph, dict(zip((*inputs, out), (q, k, v, o), strict=True)))
 
 
+def backward(
+    pack: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], causal: bool
+) -> Call | None:
+    """dQ, dK, dV of (batch, heads, length, head size) operands q, k, v, o, dO and stats."""
+    if module() is None:
+        return None
+    q = pack["q"]
+    graph = new_graph(q.dtype)
+    inputs = {name: graph.tensor_like(tensor) for name, tensor in pack.items()}
+    inputs["stats"].set_data_type(module().data_type.FLOAT)
+    made = graph.sdpa_backward(
+        name="sdpa_backward",
+        q=inputs["q"],
+        k=inputs["k"],
+        v=inputs["v"],
+        o=inputs["o"],
+        dO=inputs["dO"],
+        stats=inputs["stats"],
+        attn_scale=q.shape[3] ** -0.5,
+        use_causal_mask=causal,
+    )
+    buffers = {inputs[name]: tensor for name, tensor in pack.items()}
+    for tensor, given in zip(made, gradients.values(), strict=True):
+        tensor.set_output(True).set_dim(list(given.shape)).set_stride(list(given.stride()))
+        buffers[tensor] = given
+    return prepare(graph, buffers)
+
+
+def padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+) -> Call | None:
+    """Forward on (batch, heads, length, head size) operands with int32 lengths of each sequence."""
+    if module() is None:
+        return None
+    lengths = [count.view(-1, 1, 1, 1).contiguous() for count in (rows, keys)]
+    graph = new_graph(q.dtype)
+    inputs = [graph.tensor_like(tensor) for tensor in (q, k, v, *lengths)]
+    out, _ = graph.sdpa(
+        name="sdpa",
+        q=inputs[0],
+        k=inputs[1],
+        v=inputs[2],
+        generate_stats=False,
+        attn_scale=q.shape[3] ** -0.5,
+        use_padding_mask=True,
+        seq_len_q=inputs[3],
+        seq_len_kv=inputs[4],
+    )
+    out.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
+    return prepare(graph, dict(zip((*inputs, out), (q, k, v, *lengths, o), strict=True)))
+
+
 def packed(
     q: torch.Tensor,
     k: torch.Tensor,
