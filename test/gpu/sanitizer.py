@@ -35,6 +35,8 @@ _TAIL_CHARS = 1500
 
 def samples() -> Any:
     """The module that declares a sample graph of each family."""
+    # As the tests' conftest does.
+    sys.path.insert(0, str(SAMPLES.parent))
     return module_of(SAMPLES)
 
 

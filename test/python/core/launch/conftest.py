@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ from tilewright.launch import driver_launch, kernel_frames
 from tilewright.launch.direct import DirectCalls
 from tilewright.planning import built
 from tilewright.planning.plans import Plan
+
+# Makes `launch_samples/` importable.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)

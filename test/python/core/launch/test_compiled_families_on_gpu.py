@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from launch_samples import attention as samples
+from launch_samples.declaring import Declaring
 
 import tilewright as tw
 from tilewright.artifact import compiler_forbidden
-from tilewright.graph.tensor import packed_strides
 from tilewright.launch import cuda_driver
 from tilewright.testing.detectors import (
     Outcome,
@@ -36,38 +37,6 @@ PHASES = tw.norm_forward_phase
 DECOY, POISON = 3.0, -7.0
 # Addresses cut to a negative number land in front of the operand.
 MARGIN = 2**31
-
-
-class Declaring:
-    """Declares the operands of one sample; ``strides`` are those that a test chooses, by name.
-
-    ``rows`` is an extent that plans of the family take without compiling anew, if there is one.
-    """
-
-    def __init__(self, strides: dict[str, Any] | None = None, rows: int = 64) -> None:
-        self.graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
-        self.rows = rows
-        # Engines that a sample is not for.
-        self.barred: tuple[str, ...] = ()
-        self.strides = strides or {}
-        self.values: dict[str, torch.Tensor] = {}
-        # Operands that several others refer to.
-        self.shared: dict[str, Any] = {}
-
-    def __call__(self, name: str, dim: tuple[int, ...], data_type: Any = None) -> Any:
-        return self.graph.tensor(dim, self.strides.get(name, ()), data_type, name=name)
-
-    def given(self, name: str, values: torch.Tensor) -> Any:
-        """An input whose values a sample chooses: lengths, offsets, tables."""
-        self.values[name] = values
-        return self(name, tuple(values.shape), values.dtype)
-
-    def out(self, name: str, tensor: Any, dim: tuple[int, ...], data_type: Any = None) -> None:
-        # Packed unless a test says otherwise: a result would follow the strides of its operand.
-        stride = self.strides.get(name, packed_strides(dim))
-        tensor.set_output(True).set_name(name).set_dim(dim).set_stride(stride)
-        if data_type is not None:
-            tensor.set_data_type(data_type)
 
 
 def rmsnorm(d: Declaring) -> None:
@@ -222,198 +191,6 @@ def chain(d: Declaring) -> None:
     d.out("y", d.graph.mul(d.graph.swish(gate), d.graph.add(up, d("bias", (1, 512)))), dim)
 
 
-def attention(d: Declaring) -> None:
-    dim = (2, 4, d.rows, 64)
-    operands = d("q", dim), d("k", dim), d("v", dim)
-    o, stats = d.graph.sdpa(*operands, generate_stats=True, use_causal_mask=True, attn_scale=0.125)
-    d.out("o", o, dim)
-    d.out("stats", stats, (2, 4, d.rows, 1), "float32")
-
-
-def attention_without_hopper(d: Declaring) -> None:
-    d.barred = ("hopper",)
-    attention(d)
-
-
-def attention_gated(d: Declaring) -> None:
-    d.barred = ("hopper",)
-    dim = (2, 4, d.rows, 64)
-    operands = d("q", dim), d("k", dim), d("v", dim)
-    o, _ = d.graph.sdpa(*operands, is_inference=True, use_causal_mask=True, attn_scale=0.125)
-    d.out("o", d.graph.mul(o, d.graph.sigmoid(d("gate", dim))), dim)
-
-
-def attention_padded(d: Declaring) -> None:
-    d.barred = ("hopper",)
-    dim, lengths = (2, 4, d.rows, 64), torch.tensor([d.rows, d.rows // 3], dtype=torch.int32)
-    o, _ = d.graph.sdpa(
-        *(d("q", dim), d("k", dim), d("v", dim)),
-        is_inference=True,
-        attn_scale=0.125,
-        use_padding_mask=True,
-        seq_len_q=d.given("seq_len_q", lengths.view(2, 1, 1, 1)),
-        seq_len_kv=d.given("seq_len_kv", lengths.flip(0).view(2, 1, 1, 1)),
-    )
-    d.out("o", o, dim)
-
-
-def attention_backward(d: Declaring) -> None:
-    dim = (2, 4, d.rows, 64)
-    operands = [d(name, dim) for name in ("q", "k", "v", "o", "grad")]
-    stats = d("stats", (2, 4, d.rows, 1), "float32")
-    made = d.graph.sdpa_backward(*operands, stats, attn_scale=0.125, use_causal_mask=True)
-    for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
-        d.out(name, tensor, dim)
-
-
-def attention_backward_without_hopper(d: Declaring) -> None:
-    d.barred = ("hopper",)
-    attention_backward(d)
-
-
-def ragged(d: Declaring, name: str, heads: int, width: int, data_type: Any = None) -> Any:
-    """An operand of two sequences of at most 32 rows, with rows of neither between them."""
-    dim, unit = (2, heads, 32, width), heads * width
-    layout = {"ragged_offset": sequence_starts(d), "ragged_offset_multiplier": unit}
-    stride = (32 * unit, width, unit, 1)
-    return d.graph.tensor(dim, stride, data_type, name=name, **layout)
-
-
-def sequence_starts(d: Declaring) -> Any:
-    # Turned round, as a test may do, they are still apart and within what the buffers own.
-    if "starts" not in d.values:
-        starts = torch.tensor([0, 21, 42], dtype=torch.int64)
-        d.shared["starts"] = d.given("starts", starts.view(3, 1, 1, 1))
-    return d.shared["starts"]
-
-
-def sequence_lengths(d: Declaring) -> dict[str, Any]:
-    lengths = torch.tensor([20, 11], dtype=torch.int32).view(2, 1, 1, 1)
-    names = ("seq_len_q", "seq_len_kv")
-    return {"use_padding_mask": True, **{name: d.given(name, lengths) for name in names}}
-
-
-def ragged_out(d: Declaring, name: str, tensor: Any, heads: int, width: int, kind: Any) -> None:
-    d.out(name, tensor, (2, heads, 32, width), kind)
-    unit = heads * width
-    tensor.set_stride((32 * unit, width, unit, 1)).set_ragged_offset(sequence_starts(d))
-    tensor.set_ragged_offset_multiplier(unit)
-
-
-def attention_ragged(d: Declaring) -> None:
-    d.barred = d.barred or ("hopper",)
-    operands = (ragged(d, name, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
-    options = {"use_causal_mask": True, "max_total_seq_len_q": 63, **sequence_lengths(d)}
-    o, stats = d.graph.sdpa(*operands, generate_stats=True, attn_scale=0.125, **options)
-    ragged_out(d, "o", o, 4, 64, None)
-    ragged_out(d, "stats", stats, 4, 1, "float32")
-
-
-def attention_backward_ragged(d: Declaring) -> None:
-    d.barred = ("hopper",)
-    heads = {"q": 4, "k": 2, "v": 2, "o": 4, "grad": 4}
-    operands = [ragged(d, name, count, 64) for name, count in heads.items()]
-    stats = ragged(d, "stats", 4, 1, "float32")
-    options = {"use_causal_mask": True, "max_total_seq_len_q": 63, **sequence_lengths(d)}
-    made = d.graph.sdpa_backward(*operands, stats, attn_scale=0.125, **options)
-    for name, tensor in zip(("dq", "dk", "dv"), made, strict=True):
-        ragged_out(d, name, tensor, heads[name[1:]], 64, None)
-
-
-def attention_decode(d: Declaring) -> None:
-    # One query, whose keys are split and combined.
-    d.barred = ("hopper",)
-    operands = d("q", (2, 8, 1, 64)), d("k", (2, 2, 4096, 64)), d("v", (2, 2, 4096, 64))
-    lengths = torch.tensor([4096, 2500], dtype=torch.int32).view(2, 1, 1, 1)
-    ones = torch.ones(2, 1, 1, 1, dtype=torch.int32)
-    o, stats = d.graph.sdpa(
-        *operands,
-        generate_stats=True,
-        attn_scale=0.125,
-        use_padding_mask=True,
-        seq_len_q=d.given("seq_len_q", ones),
-        seq_len_kv=d.given("seq_len_kv", lengths),
-    )
-    d.out("o", o, (2, 8, 1, 64))
-    d.out("stats", stats, (2, 8, 1, 1), "float32")
-
-
-def attention_decode_in_registers(d: Declaring) -> None:
-    # So much to read that the kernel of one warp a program is taken, where lengths are uneven.
-    d.barred = ("hopper",)
-    operands = [d(name, (8, 8, 2048, 128)) for name in ("k", "v")]
-    lengths = torch.tensor([2048, 0, 1, 300, 15, 16, 17, 2047], dtype=torch.int32)
-    ones = torch.ones(8, 1, 1, 1, dtype=torch.int32)
-    o, stats = d.graph.sdpa(
-        d("q", (8, 16, 1, 128)),
-        *operands,
-        generate_stats=True,
-        attn_scale=0.125,
-        use_padding_mask=True,
-        seq_len_q=d.given("seq_len_q", ones),
-        seq_len_kv=d.given("seq_len_kv", lengths.view(8, 1, 1, 1)),
-    )
-    d.out("o", o, (8, 16, 1, 128))
-    d.out("stats", stats, (8, 16, 1, 1), "float32")
-
-
-def attention_decode_of_pages_in_registers(d: Declaring) -> None:
-    # More runs than there is room for at once: programs take several that follow one another.
-    d.barred = ("hopper",)
-    pages = [d(name, (256, 8, 128, 128)) for name in ("k", "v")]
-    tables = {
-        f"paged_attention_{side}_table": d.given(f"table_{side}", table.int().view(8, 1, 32, 1))
-        for side, table in (("k", torch.arange(256)), ("v", torch.arange(256) * 3 % 256))
-    }
-    lengths = torch.tensor([4096, 0, 4095, 300, 4000, 1, 4096, 3000], dtype=torch.int32)
-    o, stats = d.graph.sdpa(
-        d("q", (8, 16, 1, 128)),
-        *pages,
-        generate_stats=True,
-        attn_scale=0.125,
-        use_padding_mask=True,
-        seq_len_q=d.given("seq_len_q", torch.ones(8, 1, 1, 1, dtype=torch.int32)),
-        seq_len_kv=d.given("seq_len_kv", lengths.view(8, 1, 1, 1)),
-        paged_attention_max_seq_len_kv=4096,
-        **tables,
-    )
-    d.out("o", o, (8, 16, 1, 128))
-    d.out("stats", stats, (8, 16, 1, 1), "float32")
-
-
-def attention_ragged_on_hopper(d: Declaring) -> None:
-    d.barred = ("triton",)
-    attention_ragged(d)
-
-
-def attention_paged(d: Declaring) -> None:
-    d.barred = d.barred or ("hopper",)
-    pages = [d(name, (10, 2, 16, 64)) for name in ("k", "v")]
-    tables = {
-        f"paged_attention_{side}_table": d.given(f"table_{side}", table.int().view(2, 1, 5, 1))
-        for side, table in (("k", torch.arange(10)), ("v", torch.arange(10) * 3 % 10))
-    }
-    lengths = torch.tensor([77, 40], dtype=torch.int32).view(2, 1, 1, 1)
-    rows = torch.tensor([32, 32], dtype=torch.int32).view(2, 1, 1, 1)
-    o, _ = d.graph.sdpa(
-        d("q", (2, 4, 32, 64)),
-        *pages,
-        is_inference=True,
-        attn_scale=0.125,
-        use_padding_mask=True,
-        seq_len_q=d.given("seq_len_q", rows),
-        seq_len_kv=d.given("seq_len_kv", lengths),
-        paged_attention_max_seq_len_kv=80,
-        **tables,
-    )
-    d.out("o", o, (2, 4, 32, 64))
-
-
-def attention_paged_on_hopper(d: Declaring) -> None:
-    d.barred = ("triton",)
-    attention_paged(d)
-
-
 ANY_ROWS = (23, 200, 1000)
 # Of an adaptive norm a program takes as many rows of one sample as it takes at all, or some that
 # stand apart, where their number leaves a rest: those are two kernels, and this is the first.
@@ -441,20 +218,25 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (chain_with_row_sums, ("x", "y"), ()),
     (chain_with_column_sums, ("x",), ()),
     (chain_of_the_transpose, ("x", "y"), ()),
-    (attention, ("q", "k", "v", "o"), ()),
-    (attention_without_hopper, ("q", "k", "v", "o"), ()),
-    (attention_gated, ("q", "v", "gate", "o"), ()),
-    (attention_padded, ("q", "o"), ()),
-    (attention_backward, ("q", "k", "grad", "dq", "dv"), ()),
-    (attention_backward_without_hopper, ("q", "k", "v", "o", "grad", "dq", "dk", "dv"), ()),
-    (attention_ragged, (), ()),
-    (attention_backward_ragged, (), ()),
-    (attention_decode, ("q", "k", "v", "o"), ()),
-    (attention_decode_in_registers, ("k", "v"), ()),
-    (attention_decode_of_pages_in_registers, (), ()),
-    (attention_paged, ("k", "v"), ()),
-    (attention_ragged_on_hopper, (), ()),
-    (attention_paged_on_hopper, ("k", "v"), ()),
+    (samples.attention, ("q", "k", "v", "o"), ()),
+    (samples.attention_without_hopper, ("q", "k", "v", "o"), ()),
+    (samples.attention_gated, ("q", "v", "gate", "o"), ()),
+    (samples.attention_padded, ("q", "o"), ()),
+    (samples.attention_backward, ("q", "k", "grad", "dq", "dv"), ()),
+    (samples.attention_backward_without_hopper, ("q", "k", "v", "o", "grad", "dq", "dk", "dv"), ()),
+    (samples.attention_of_every_feature, ("bias",), ()),
+    (samples.attention_backward_of_every_feature, ("bias", "dbias"), ()),
+    (samples.attention_with_a_sink_on_hopper, ("stats",), ()),
+    (samples.attention_backward_with_a_sink_on_hopper, ("stats",), ()),
+    (samples.attention_fp8_on_hopper, ("k", "o"), ()),
+    (samples.attention_ragged, (), ()),
+    (samples.attention_backward_ragged, (), ()),
+    (samples.attention_decode, ("q", "k", "v", "o"), ()),
+    (samples.attention_decode_in_registers, ("k", "v"), ()),
+    (samples.attention_decode_of_pages_in_registers, (), ()),
+    (samples.attention_paged, ("k", "v"), ()),
+    (samples.attention_ragged_on_hopper, (), ()),
+    (samples.attention_paged_on_hopper, ("k", "v"), ()),
 ]
 EVERY = pytest.mark.parametrize("declare", [row[0] for row in SAMPLES], ids=lambda d: d.__name__)
 
@@ -585,11 +367,11 @@ def test_several_streams_at_once(declare: Any, way: str) -> None:
     results_of(graph, operands)
     calls = []
     for number in range(6):
+        # By float32, as 8-bit numbers have no arithmetic.
         own = {
-            name: t * (1 + number / 8) if t.is_floating_point() else t.clone()
+            name: (t.float() * (1 + number / 8)).to(t.dtype) if t.is_floating_point() else t.clone()
             for name, t in operands.items()
         }
-        own = {name: t.to(operands[name].dtype) for name, t in own.items()}
         calls.append((own, outputs_of(graph), workspace_of(graph), torch.cuda.Stream()))
     wanted = [results_of(graph, own) for own, *_ in calls]
     frames = [graph.bind({**own, **results}, space) for own, results, space, _ in calls]

@@ -1,0 +1,1 @@
+"""Graphs of compiled kernels that the launch contract is tried on."""
