@@ -37,6 +37,10 @@ MAPS = f"{P}/core/launch/test_tensor_maps.py"
 ATTENTION_BACKWARD = f"{P}/sdpa/triton/test_triton_attention_backward"
 ATTENTION_ON_GPU = f"{P}/sdpa/triton/test_triton_attention_on_gpu.py"
 ON_GPU = f"{P}/norm/triton/test_triton_norms_on_gpu.py"
+REPORTS = f"{P}/sdpa/triton/test_reports_on_kernels.py"
+KERNELS = f"{P}/sdpa/triton/test_attention_on_kernels.py"
+REPEATS = f"{P}/sdpa/triton/test_attention_repeats_on_gpu.py"
+SIZES = f"{P}/sdpa/triton/test_triton_attention_sizes.py"
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ CASES: tuple[Case, ...] = (
         "a tight bound needs a float64 reference",
         (
             f"{COMPARE}/test_compare_scaling.py::test_a_causal_row_with_one_key_shows_why_a_tight_bound_needs_float64",
+            f"{KERNELS}::test_a_row_with_one_key_is_its_value_where_tf32_is_on",
         ),
     ),
     Case(
@@ -189,6 +194,8 @@ CASES: tuple[Case, ...] = (
         (
             f"{COMPARE}/test_compare_visible.py",
             f"{P}/sdpa/oracle/test_oracle_sdpa_graph.py::test_visible_keys_of_every_mask_query_by_query",
+            f"{REPORTS}::test_2_the_alignment_of_a_causal_mask",
+            f"{REPORTS}::test_3_a_window_counts_the_query_itself",
         ),
     ),
     Case(
@@ -272,6 +279,7 @@ CASES: tuple[Case, ...] = (
         (
             f"{BINDER}::test_a_singleton_axis_may_have_any_stride",
             f"{HOPPER}.py::test_a_stride_that_is_never_stepped_does_not_count",
+            f"{KERNELS}::test_axes_that_are_never_stepped_may_have_any_stride",
         ),
     ),
     Case(
@@ -329,7 +337,14 @@ CASES: tuple[Case, ...] = (
             f"{P}/norm/torch/test_norm_functions.py::test_layouts_and_the_cache",
         ),
     ),
-    Case("B11", "odd head sizes keep the scale", (f"{SDPA}::test_padding_a_head_keeps_the_scale",)),
+    Case(
+        "B11",
+        "odd head sizes keep the scale",
+        (
+            f"{SDPA}::test_padding_a_head_keeps_the_scale",
+            ATTENTION_PAIRS,
+        ),
+    ),
     Case(
         "B12",
         "compact declarations are made true",
@@ -499,6 +514,11 @@ CASES: tuple[Case, ...] = (
             f"{HOPPER}_on_gpu.py::test_what_a_hidden_key_or_value_holds_reaches_no_row",
             f"{ATTENTION_BACKWARD}.py",
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_large_cases",
+            f"{P}/sdpa/triton/test_triton_attention_bias.py",
+            SIZES,
+            KERNELS,
+            REPEATS,
+            f"{P}/sdpa/hopper/test_hopper_backward_pairs.py",
         ),
     ),
     Case(
@@ -511,6 +531,8 @@ CASES: tuple[Case, ...] = (
             f"{HOPPER_SEQUENCES}::test_sequences_of_their_own_lengths",
             f"{HOPPER_BACKWARD_SEQUENCES}::test_sequences_of_their_own_lengths",
             ATTENTION_PAIRS,
+            f"{KERNELS}::test_packed_operands_that_are_cut_out_of_others",
+            f"{REPEATS}::test_a_sequence_does_not_depend_on_those_beside_it",
         ),
     ),
     Case(
@@ -522,6 +544,7 @@ CASES: tuple[Case, ...] = (
             f"{ATTENTION}::test_split_keys",
             f"{P}/sdpa/triton/test_triton_attention_decode.py",
             f"{P}/sdpa/triton/test_triton_attention_functions.py",
+            f"{KERNELS}::test_programs_of_few_queries_stay_and_take_run_after_run",
         ),
     ),
     Case(
@@ -535,6 +558,7 @@ CASES: tuple[Case, ...] = (
             f"{HOPPER_PAGES}::test_pages",
             f"{HOPPER_PAGES}::test_a_replay_reads_tables_and_lengths_as_they_are",
             f"{HOPPER_PAGES}::test_what_a_hidden_token_of_a_page_holds_reaches_no_row",
+            f"{SIZES}::test_pages",
         ),
     ),
     Case(
@@ -544,6 +568,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_eight_bit.py",
             f"{P}/sdpa/hopper/test_hopper_fp8.py",
             f"{P}/sdpa/hopper/test_hopper_fp8_on_gpu.py",
+            f"{FAMILIES}::test_wide_strides_read_and_write_no_decoy",
         ),
     ),
     Case(
@@ -616,34 +641,51 @@ CASES: tuple[Case, ...] = (
     Case(
         "report 1",
         "rows that a mask leaves empty",
-        (f"{SDPA}::test_rows_that_see_nothing_are_zero_with_zero_gradient",),
+        (
+            f"{SDPA}::test_rows_that_see_nothing_are_zero_with_zero_gradient",
+            f"{REPORTS}::test_1_rows_that_a_mask_leaves_empty",
+        ),
     ),
     Case(
         "report 2",
         "causal alignment of unequal lengths",
         (
             f"{P}/sdpa/aten/test_attention_forward.py::test_causal_alignment_shows_the_reported_keys",
+            f"{REPORTS}::test_2_the_alignment_of_a_causal_mask",
         ),
     ),
     Case(
         "report 3",
         "a window counts the query itself",
-        (f"{P}/sdpa/aten/test_attention_forward.py::test_sliding_window_counts_the_query_itself",),
+        (
+            f"{P}/sdpa/aten/test_attention_forward.py::test_sliding_window_counts_the_query_itself",
+            f"{REPORTS}::test_3_a_window_counts_the_query_itself",
+        ),
     ),
     Case(
         "report 4",
         "large negative scores keep gradients finite",
-        (f"{SDPA}::test_large_negative_scores_under_a_mask_have_finite_gradients",),
+        (
+            f"{SDPA}::test_large_negative_scores_under_a_mask_have_finite_gradients",
+            f"{REPORTS}::test_4_large_negative_scores",
+            f"{REPORTS}::test_4_large_negative_scores_under_a_boolean_mask",
+        ),
     ),
     Case(
         "report 5",
         "short segments of grouped heads",
-        (f"{SDPA}::test_packed_sequences_equal_a_reference_each",),
+        (
+            f"{SDPA}::test_packed_sequences_equal_a_reference_each",
+            f"{REPORTS}::test_5_short_segments_of_grouped_heads",
+        ),
     ),
     Case(
         "report 6",
         "keys of no query get no gradient",
-        (f"{SDPA}::test_keys_of_no_query_get_exactly_zero_gradient",),
+        (
+            f"{SDPA}::test_keys_of_no_query_get_exactly_zero_gradient",
+            f"{REPORTS}::test_6_keys_of_no_query_get_no_gradient",
+        ),
     ),
     Case(
         "report 7",
@@ -651,23 +693,43 @@ CASES: tuple[Case, ...] = (
         (
             f"{SDPA}::test_padding_by_lengths_ignores_what_lies_beyond",
             f"{SDPA}::test_paged_keys_equal_dense_ones",
+            f"{REPORTS}::test_7_a_cache_that_is_used_in_part",
+            f"{REPORTS}::test_7_free_slots_of_a_last_page_and_padding_pages",
         ),
     ),
-    Case("report 8", "merging empty states", (f"{SDPA}::test_merging_states",)),
+    Case(
+        "report 8",
+        "merging empty states",
+        (
+            f"{SDPA}::test_merging_states",
+            f"{P}/sdpa/triton/test_triton_attention_functions.py::test_states_of_two_caches_merge",
+        ),
+    ),
     Case(
         "report 9",
         "Stats agree, and a loss on Stats has its gradient",
-        (f"{SDPA}::test_masks_and_gradients",),
+        (
+            f"{SDPA}::test_masks_and_gradients",
+            f"{REPORTS}::test_9_statistics_agree_and_a_loss_on_them_has_its_gradient",
+        ),
     ),
     Case(
         "report 10",
         "a page index whose offset passes 32 bits",
-        (f"{P}/sdpa/aten/test_attention_memory.py::test_page_index_beyond_32_bits",),
+        (
+            f"{P}/sdpa/aten/test_attention_memory.py::test_page_index_beyond_32_bits",
+            f"{REPORTS}::test_10_a_page_whose_offset_passes_32_bits",
+            f"{ATTENTION_ON_GPU}::test_a_page_far_away_is_found",
+        ),
     ),
     Case(
         "report 11",
         "a token stride whose offset passes 31 bits",
-        (f"{P}/sdpa/aten/test_attention_memory.py::test_token_stride_beyond_32_bits",),
+        (
+            f"{P}/sdpa/aten/test_attention_memory.py::test_token_stride_beyond_32_bits",
+            f"{REPORTS}::test_11_a_token_stride_whose_offset_passes_31_bits",
+            f"{ATTENTION_BACKWARD}_on_gpu.py::test_strides_beyond_32_bits_are_addressed",
+        ),
     ),
     Case(
         "report 12",

@@ -116,11 +116,14 @@ class DeclaredBackward(Declared):
         summed = [n for n, extent in enumerate(extents) if tensor.dim[n] != extent]
         if not summed:
             return 0.0
-        whole = WholeBias(case, "cpu", is_deterministic=self.is_deterministic)
+        whole = self._with_whole_bias()
         whole.graph.validate()
         made = evaluate(whole.graph, {t.uid: b for t, b in whole.inputs.items()})
         terms = made[whole.outputs["dBias"].uid].nan_to_num(0.0, 0.0, 0.0).square()
         return float(terms.sum(summed).max().sqrt()) if terms.numel() else 0.0
+
+    def _with_whole_bias(self) -> DeclaredBackward:
+        return WholeBias(self.case, "cpu", is_deterministic=self.is_deterministic)
 
     def _gradient(self, name: str, tensor: Any, source: Any) -> None:
         case = self.case
