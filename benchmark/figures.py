@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from figures_docs import attention, decoding, gate, pointwise, rope, window
+from figures_docs import attention, decoding, gate, plans, pointwise, rope, window
 from figures_readme import behind, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +23,7 @@ _BLOCK = re.compile(
 
 BLOCKS: dict[str, Callable[[], str]] = {
     each.__name__: each
-    for each in (summary, behind, attention, window, decoding, gate, rope, pointwise)
+    for each in (summary, behind, attention, window, plans, decoding, gate, rope, pointwise)
 }
 
 

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from figures_reading import Row, decode, numbers, ropes, row, rows, span, table, wrapped
 
+_DECLARATION = ("batch", "heads", "heads_kv", "queries", "keys", "depth", "mask")
 _GATE_SUBJECTS = ("attention", "then a gate", "gated")
 
 
@@ -49,6 +50,24 @@ def window() -> str:
         f"A window of 1024 of 16,384 keys, head size 128, takes {Decimal(ours['ms']):.2f} "
         f"milliseconds, {times:.1f} times as fast as PyTorch's flash, and {ours['of_visible']} of "
         "its visible fraction of the triangle's time."
+    )
+
+
+def plans() -> str:
+    """How the first plans of attention came out beside the quickest ones, and the model's error."""
+    found = rows("attention_plans")
+    firsts: dict[tuple[str, ...], Decimal] = {}
+    for each in found:
+        declaration = tuple(each[column] for column in _DECLARATION)
+        firsts.setdefault(declaration, Decimal(each["of_best"]))
+    ratios = [Decimal(each["model_us"]) / Decimal(each["us"]) for each in found]
+    off = max(max(ratio, 1 / ratio) for ratio in ratios)
+    mean = sum(firsts.values()) / len(firsts)
+    return wrapped(
+        f"`benchmark/attention_plans.py` sets the model beside the times of all plans "
+        f"(`attention_plans.csv`): in {len(firsts)} declarations the plan that is put first takes "
+        f"{mean:.2f} of the quickest one's time on average, {max(firsts.values()):.2f} at most, "
+        f"and the model is off by a factor of {off:.1f} at most."
     )
 
 
