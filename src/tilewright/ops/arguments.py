@@ -144,7 +144,8 @@ def require_out(
     """Require of ``out``, if it is given, what a result can be written into.
 
     That is ``shape``, on the device of the first operand, with an element for each index. A call
-    with ``out=`` has no autograd, so neither it nor an operand may take part in one.
+    with ``out=`` has no autograd, so neither it nor an operand may take part in one; autograd is
+    told that it is written.
 
     Raises:
         BindingError: naming what does not fit.
@@ -162,6 +163,9 @@ def require_out(
             "there has no gradient"
         )
     require_distinct("out", out)
+    if not is_traced(out):
+        # Kernels write past PyTorch, which then would not find what it saved overwritten.
+        torch.autograd.graph.increment_version(out)
 
 
 def require_distinct(name: str, tensor: torch.Tensor) -> None:
