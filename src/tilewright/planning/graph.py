@@ -329,7 +329,15 @@ class Graph(CallableGraph):
         return default_device()
 
     def _device_properties(self) -> DeviceProperties:
-        return self.device_property or device_properties(self._torch_device())
+        given = self.device_property
+        if given is None:
+            return device_properties(self._torch_device())
+        if not isinstance(given, DeviceProperties):
+            raise BindingError(
+                f"device_property: got {type(given).__name__}; expected what "
+                "tilewright.create_device_properties gives"
+            )
+        return given
 
     def _stream(self, handle: Any) -> Any:
         chosen = self.handle if handle is None else handle

@@ -294,6 +294,9 @@ def test_modes_and_handles_that_are_none_are_named(modes: Any) -> None:
     other.relu(other.tensor((4,))).set_output(True)
     with pytest.raises(tw.BindingError, match="handle: got str; expected what"):
         other.build()
+    for_none, _ = product(device_property="sm_90")
+    with pytest.raises(tw.BindingError, match="device_property: got str; expected what"):
+        for_none.explain()
 
 
 def test_a_record_that_is_none_is_refused(stub: StubEngine) -> None:
