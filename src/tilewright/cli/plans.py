@@ -7,6 +7,7 @@ from typing import Any
 
 from tilewright.cli import files, options, output
 from tilewright.cli.exits import ExitCode
+from tilewright.graph.enums import build_plan_policy
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,7 +29,7 @@ def execute(arguments: argparse.Namespace) -> ExitCode:
     """Run the subcommand; raises NotSupportedError if there is no plan."""
     graph = files.load_graph(arguments.graph, handle=options.handle_of(arguments))
     options.select_engine(graph, arguments.engine)
-    graph.check_support()
+    graph.build_plans(build_plan_policy.ALL)
     barred = {name for name, _ in graph.explain().barred}
     plans = []
     for index, plan in enumerate(graph.plans):

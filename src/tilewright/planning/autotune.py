@@ -22,10 +22,8 @@ def autotune(
 
     frames = {}
     # All are bound before any runs: what does not suit one plan is refused before a write.
-    for index, _ in enumerate(graph.plans):
-        if index in graph._barred:
-            continue
-        graph.build_plan_at_index(index)
+    graph._require_plans()
+    for index in graph._build_open():
         frames[index] = graph._built[index].bind(variant_pack, workspace, graph.handle)
     if not frames:
         graph.build_plans()  # Which tells why there is none.

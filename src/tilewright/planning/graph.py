@@ -140,20 +140,23 @@ class Graph(CallableGraph):
             raise NotSupportedError(f"no plan\n{self.explain()}")
 
     def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
-        """Build the best plan left, or all of them.
+        """Build the selected plan, else the best one left that can be built; or all of them too.
+
+        A plan that its engine cannot build after all is barred, with the reason, and the next best
+        is built; one that was selected is not replaced.
 
         Raises:
-            NotSupportedError: if none is left.
+            NotSupportedError: if none is left, or the selected one cannot be built.
         """
         self.check_support()
         if policy is build_plan_policy.ALL:
-            for index in self._open_indices():
-                self.build_plan_at_index(index)
-        chosen = self._first_open() if self._selected is None else self._selected
-        if chosen is not None:
-            self._selected = chosen
-            self.build_plan_at_index(chosen)
-            self._active = self._built[chosen]
+            self._build_open()
+        chosen = self._build_first() if self._selected is None else self._selected
+        if chosen is None:
+            self.check_support()
+            return
+        self.build_plan_at_index(chosen)
+        self._selected, self._active = chosen, self._built[chosen]
 
     def build(self, heur_modes: Sequence[heur_mode] = (heur_mode.A,)) -> None:
         """All steps: validate, plan, check support, build the best plan.

@@ -85,9 +85,7 @@ class PlanSelection(DeclaredGraph):
     def get_autotune_workspace_size(self) -> int:
         """Bytes of workspace that ``autotune`` needs, the most of any open plan; builds them."""
         self._require_plans()
-        return max(
-            (self.get_workspace_size_plan_at_index(i) for i in self._open_indices()), default=0
-        )
+        return max((self._built[i].workspace_bytes for i in self._build_open()), default=0)
 
     def build_plan_at_index(self, index: int) -> None:
         """Build plan ``index``.
@@ -177,8 +175,8 @@ class PlanSelection(DeclaredGraph):
 
     def deselect_workspace_greater_than(self, size_bytes: int) -> None:
         """Bar every plan that needs more than ``size_bytes`` of workspace; builds the plans."""
-        for index in self._open_indices():
-            needed = self.get_workspace_size_plan_at_index(index)
+        for index in self._build_open():
+            needed = self._built[index].workspace_bytes
             if needed > size_bytes:
                 self._bar_index(index, f"needs {needed} bytes of workspace, over {size_bytes}")
 
@@ -282,6 +280,31 @@ class PlanSelection(DeclaredGraph):
         """The index of the best plan that is not barred; asks no engine behind it."""
         indices = (i for i, _ in enumerate(self._require_plans()) if i not in self._barred)
         return next(indices, None)
+
+    def _build_first(self) -> int | None:
+        """Build the best plan that is not barred and return its index; None if there is none."""
+        while (index := self._first_open()) is not None:
+            if self._is_built(index):
+                return index
+        return None
+
+    def _build_open(self) -> list[int]:
+        """Build every plan that is not barred, and return their indices."""
+        return [index for index in self._open_indices() if self._is_built(index)]
+
+    def _is_built(self, index: int) -> bool:
+        """Build a plan if it can be; else bar it, so that the next best runs.
+
+        What an engine offers it knows of the declaration. A compiler or a driver may still decline.
+        """
+        try:
+            self.build_plan_at_index(index)
+        except NotSupportedError as decline:
+            if index == self._selected:
+                raise
+            self._bar_index(index, f"cannot be built: {decline}")
+            return False
+        return True
 
     def _open_indices(self) -> list[int]:
         return [i for i in range(len(self._require_plans())) if i not in self._barred]
