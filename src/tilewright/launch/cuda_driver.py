@@ -36,6 +36,8 @@ def driver() -> ctypes.CDLL:
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
     library.cuCtxGetCurrent.argtypes = [pointer]
+    library.cuCtxPushCurrent_v2.argtypes = [pointer]
+    library.cuCtxPopCurrent_v2.argtypes = [pointer]
     library.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
     library.cuModuleLoadData.argtypes = [pointer, pointer]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.errors import BindingError
 from tilewright.launch.cuda_driver import check, driver
-from tilewright.launch.driver_launch import make_context_current
+from tilewright.launch.driver_launch import device_context
 from tilewright.launch.kernel_frames import BoundLaunch, BoundPlan
 
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
@@ -64,21 +64,21 @@ def populate(bound: BoundPlan, cuda_graph: int, device_index: int) -> None:
             f"cuda_graph: it has {count} nodes; expected an empty graph. Add it to another as a "
             "child node"
         )
-    make_context_current(device_index)
     added: list[ctypes.c_void_p] = []
     try:
-        for launch in bound.launches:
-            node = ctypes.c_void_p()
-            before = (ctypes.c_void_p * 1)(added[-1]) if added else None
-            status = driver().cuGraphAddKernelNode_v2(
-                ctypes.byref(node),
-                ctypes.c_void_p(cuda_graph),
-                before,
-                ctypes.c_size_t(len(added[-1:])),
-                ctypes.byref(_params(launch)),
-            )
-            check(status, f"kernel {launch.call.name!r}: adding its node")
-            added.append(node)
+        with device_context(device_index):
+            for launch in bound.launches:
+                node = ctypes.c_void_p()
+                before = (ctypes.c_void_p * 1)(added[-1]) if added else None
+                status = driver().cuGraphAddKernelNode_v2(
+                    ctypes.byref(node),
+                    ctypes.c_void_p(cuda_graph),
+                    before,
+                    ctypes.c_size_t(len(added[-1:])),
+                    ctypes.byref(_params(launch)),
+                )
+                check(status, f"kernel {launch.call.name!r}: adding its node")
+                added.append(node)
     except BaseException:
         for node in added:
             driver().cuGraphDestroyNode(node)
@@ -100,16 +100,16 @@ def update(
             f"cuda_graph: it is no chain of {len(bound.launches)} kernels, which is what the plan "
             "adds to a graph; expected one that populate_cuda_graph filled"
         )
-    make_context_current(device_index)
-    for node, launch in zip(nodes, bound.launches, strict=True):
-        params = _params(launch)
-        status = driver().cuGraphKernelNodeSetParams_v2(node, ctypes.byref(params))
-        check(status, f"kernel {launch.call.name!r}: updating its node")
-        if instance is not None:
-            status = driver().cuGraphExecKernelNodeSetParams_v2(
-                ctypes.c_void_p(instance), node, ctypes.byref(params)
-            )
-            check(status, f"kernel {launch.call.name!r}: updating its node in an instance")
+    with device_context(device_index):
+        for node, launch in zip(nodes, bound.launches, strict=True):
+            params = _params(launch)
+            status = driver().cuGraphKernelNodeSetParams_v2(node, ctypes.byref(params))
+            check(status, f"kernel {launch.call.name!r}: updating its node")
+            if instance is not None:
+                status = driver().cuGraphExecKernelNodeSetParams_v2(
+                    ctypes.c_void_p(instance), node, ctypes.byref(params)
+                )
+                check(status, f"kernel {launch.call.name!r}: updating its node in an instance")
 
 
 def _params(launch: BoundLaunch) -> KernelNodeParams:

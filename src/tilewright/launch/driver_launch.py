@@ -7,8 +7,10 @@ driver waits when its queue is full. benchmark/launch_routes.py compares the rou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from tilewright.launch.cuda_driver import check, driver
@@ -118,6 +120,21 @@ def make_context_current(device_index: int) -> None:
         LaunchError: if the driver refuses.
     """
     check(driver().cuCtxSetCurrent(_primary_context(device_index)), "making a context current")
+
+
+@contextlib.contextmanager
+def device_context(device_index: int) -> Iterator[None]:
+    """The device's primary context current meanwhile, the thread's own afterwards, or none again.
+
+    Raises:
+        LaunchError: if the driver refuses.
+    """
+    context = _primary_context(device_index)
+    check(driver().cuCtxPushCurrent_v2(context), "making a context current")
+    try:
+        yield
+    finally:
+        driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.cuda_driver import check, driver
-from tilewright.launch.driver_launch import INVALID_CONTEXT, make_context_current
+from tilewright.launch.driver_launch import INVALID_CONTEXT, device_context
 from tilewright.launch.prepared import TENSOR_MAP_BYTES
 from tilewright.launch.prepared import TensorMap as TensorMap
 
@@ -164,8 +164,8 @@ class TensorMapEncoder:
         place = ctypes.addressof(memory) + skip
         status = self._write(place, start, owned)
         if status == INVALID_CONTEXT:
-            make_context_current(device_index)
-            status = self._write(place, start, owned)
+            with device_context(device_index):
+                status = self._write(place, start, owned)
         if status:
             check(status, f"tensor {self._label}: encoding its tensor map")
         made = memory.raw[skip : skip + TENSOR_MAP_BYTES]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +104,13 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch, fake_driver: Any) -> Library:
     made = Library()
     monkeypatch.setattr(cuda_graphs, "driver", lambda: made)
-    monkeypatch.setattr(cuda_graphs, "make_context_current", fake_driver.contexts_made.append)
+
+    @contextlib.contextmanager
+    def device_context(device_index: int) -> Iterator[None]:
+        fake_driver.contexts_made.append(device_index)
+        yield
+
+    monkeypatch.setattr(cuda_graphs, "device_context", device_context)
 
     def check(status: int, what: str) -> None:
         if status:

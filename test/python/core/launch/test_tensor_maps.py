@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -122,16 +124,20 @@ def test_a_known_map_is_written_anew_by_its_address(monkeypatch: pytest.MonkeyPa
 
 def test_a_thread_that_has_no_context_gets_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     # The driver encodes no map, and writes no address into one, where no context is current.
+    # Afterwards the thread has none, as before.
     library, contexts = Library(), []
 
     def refused(*_: Any) -> int:
         return 0 if contexts else 201
 
-    def make_current(device_index: int) -> None:
+    @contextlib.contextmanager
+    def device_context(device_index: int) -> Iterator[None]:
         contexts.append(device_index)
+        yield
+        assert contexts.pop() == 3
 
     monkeypatch.setattr(tensor_maps, "driver", lambda: library)
-    monkeypatch.setattr(tensor_maps, "make_context_current", make_current)
+    monkeypatch.setattr(tensor_maps, "device_context", device_context)
     encoder = TensorMapEncoder(tensor_map(declared((2, 3, 8)), 0, (1, 2, 8)))
     for name in ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"):
         write = getattr(Library, name)
@@ -139,9 +145,8 @@ def test_a_thread_that_has_no_context_gets_the_devices(monkeypatch: pytest.Monke
             Library, name, lambda self, *a, write=write: refused() or write(self, *a)
         )
     for start in (4096, 8192):
-        contexts.clear()
         made = encoder.encode(start, start + 96, 3)
-        assert struct.unpack("<Q", made[-8:]) == (start,) and contexts == [3]
+        assert struct.unpack("<Q", made[-8:]) == (start,) and not contexts
     assert library.asked == ["encode", "replace"]
 
 
