@@ -246,13 +246,6 @@ def _gen_index(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
     return index_along(a[0].shape, p.axis, a[0].dtype, a[0].device)
 
 
-def _gelu(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
-    (x,) = a
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _gelu_direct(p)(x, out=result)
-    return result
-
-
 def _gelu_direct(p: PointwiseParameters) -> Callable[..., Any]:
     limit = _GATE_IS_CONSTANT_FROM
 
@@ -288,12 +281,33 @@ def _predicate(arity: int, function: Callable[..., Tensor]) -> Mode:
     return Mode(arity, lambda p, a: function(*a), lambda p: function, True, True)
 
 
-def _through(direct: Callable[[PointwiseParameters], Callable[..., Any]], exact: bool) -> Mode:
+class _Through(torch.autograd.Function):
+    """A function with out=, which autograd refuses, and the mode that is its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[..., Any], gradient: Apply, p: PointwiseParameters
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gradient = gradient, p
+        result = torch.empty_like(x)
+        function(x, out=result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        gradient, p = ctx.gradient
+        return gradient(p, (incoming, x)), None, None, None
+
+
+def _through(
+    direct: Callable[[PointwiseParameters], Callable[..., Any]], gradient: Apply, exact: bool
+) -> Mode:
     """A unary mode that has only an ATen function with out=."""
 
     def apply(p: PointwiseParameters, a: Sequence[Tensor]) -> Tensor:
-        result = torch.empty_like(a[0])
-        direct(p)(a[0], out=result)
+        result: Tensor = _Through.apply(a[0], direct(p), gradient, p)  # type: ignore[no-untyped-call]
         return result
 
     return Mode(1, apply, direct, exact)
@@ -304,12 +318,12 @@ _MODES: dict[str, Mode] = {
     "abs": _unary(torch.abs),
     "ceil": _unary(torch.ceil),
     "cos": _unary(torch.cos),
-    "elu": _through(_elu, True),
+    "elu": _through(_elu, _elu_backward, True),
     "erf": _unary(torch.erf, is_exact=False),
     "exp": _unary(torch.exp),
     "floor": _unary(torch.floor),
-    "gelu": Mode(1, _gelu, _gelu_direct, True),
-    "gelu_approx_tanh": _through(_gelu_tanh, True),
+    "gelu": _through(_gelu_direct, _gelu_backward, True),
+    "gelu_approx_tanh": _through(_gelu_tanh, _gelu_tanh_backward, True),
     "identity": Mode(1, lambda p, a: a[0]),
     "log": _unary(torch.log),
     "logical_not": _predicate(1, torch.logical_not),
@@ -318,12 +332,12 @@ _MODES: dict[str, Mode] = {
     "rsqrt": _unary(torch.rsqrt),
     "sigmoid": _unary(torch.sigmoid),
     "sin": _unary(torch.sin, is_exact=False),
-    "softplus": _through(_softplus, False),
+    "softplus": _through(_softplus, _softplus_backward, False),
     "sqrt": _unary(torch.sqrt, is_exact=False),
     "tan": _unary(torch.tan),
     "tanh": _unary(torch.tanh),
     "relu": Mode(1, _relu, _relu_direct, True),
-    "leaky_relu": _through(_leaky_relu, False),
+    "leaky_relu": _through(_leaky_relu, _leaky_relu_backward, False),
     "swish": Mode(1, _swish, _swish_direct, True),
     "add": _binary(torch.add),
     "sub": _binary(torch.sub),

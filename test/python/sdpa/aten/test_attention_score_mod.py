@@ -9,6 +9,16 @@ pytestmark = pytest.mark.L0
 
 FLOAT32 = 5e-6
 CAP = 2.0
+# Of these ATen has functions with out=, which autograd refuses, or that differ from the formula.
+ACTIVATIONS = {
+    "elu": torch.nn.functional.elu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_approx_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "leaky_relu": torch.nn.functional.leaky_relu,
+    "relu": torch.relu,
+    "softplus": lambda x: torch.log1p(torch.exp(x)),
+    "swish": torch.nn.functional.silu,
+}
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list:
@@ -31,7 +41,7 @@ class Program:
             "relative": {"table": draw(3, (1, 4, 1, 300))[0], "rows": draw(4, (2, 1, 9, 1))[0]},
             "constant": {"table": draw(3, (1, 4, 9, 300))[0]},
             "root": {},
-        }[name]
+        }.get(name, {})
 
     def declare(self, graph, score, records):
         if self.name == "soft_cap":
@@ -48,6 +58,9 @@ class Program:
             return graph.add(a=graph.mul(a=score, b=records["table"]), b=records["rows"])
         if self.name == "root":
             return graph.sqrt(input=score)
+        if self.name in ACTIVATIONS:
+            options = {"negative_slope": 0.01} if self.name == "leaky_relu" else {}
+            return getattr(graph, self.name)(input=score, **options)
         return graph.add(a=graph.sub(a=score, b=score), b=records["table"])
 
     def torch(self, scores):
@@ -62,10 +75,12 @@ class Program:
         if self.name == "root":
             # Of scores below 0, which a mask hides here, autograd wants a number.
             return torch.sqrt(scores.clamp(min=1e-6))
+        if self.name in ACTIVATIONS:
+            return ACTIVATIONS[self.name](scores)
         return scores - scores + self.extra["table"].double()
 
 
-@pytest.mark.parametrize("name", ["soft_cap", "indices", "relative", "constant"])
+@pytest.mark.parametrize("name", ["soft_cap", "indices", "relative", "constant", *ACTIVATIONS])
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_and_derived_gradient(ways, name, causal):
     program = Program(name)
