@@ -146,8 +146,16 @@ class Graph(CallableGraph):
         is built; one that was selected is not replaced.
 
         Raises:
+            GraphError: if ``policy`` is none.
             NotSupportedError: if none is left, or the selected one cannot be built.
         """
+        try:
+            policy = build_plan_policy(policy)
+        except ValueError as error:
+            accepted = ", ".join(each.name for each in build_plan_policy)
+            raise GraphError(
+                f"policy: got {policy!r}; expected a build_plan_policy, {accepted}"
+            ) from error
         self.check_support()
         if policy is build_plan_policy.ALL:
             self._build_open()
@@ -360,11 +368,17 @@ class Graph(CallableGraph):
                 f"graph {self.name!r}: an override needs is_override_shape_enabled=True at "
                 "declaration"
             )
-        key = (
-            tuple(uids),
-            tuple(tuple(shape) for shape in shapes or ()),
-            tuple(tuple(stride) for stride in strides or ()),
-        )
+        try:
+            key = (
+                tuple(uids),
+                tuple(tuple(shape) for shape in shapes or ()),
+                tuple(tuple(stride) for stride in strides or ()),
+            )
+        except TypeError as error:
+            raise BindingError(
+                f"override: uids {uids!r}, shapes {shapes!r}, strides {strides!r}; expected a list "
+                "of uids, and of a tuple of integers for each"
+            ) from error
         if key not in self._overridden:
             from tilewright.planning.overrides import overridden_form
 

@@ -372,6 +372,9 @@ def test_modes_and_handles_that_are_none_are_named(modes: Any) -> None:
     other.relu(other.tensor((4,))).set_output(True)
     with pytest.raises(tw.BindingError, match="handle: got str; expected what"):
         other.build()
+    with pytest.raises(tw.GraphError, match="policy: got 'EVERY'; expected a build_plan_policy"):
+        graph.build_plans("EVERY")
+    graph.build_plans("ALL")
     for_none, _ = product(device_property="sm_90")
     with pytest.raises(tw.BindingError, match="device_property: got str; expected what"):
         for_none.explain()
@@ -435,6 +438,7 @@ def test_an_override_raises_before_any_write() -> None:
         ([99], [(4, 6)], "no tensor has uid 99"),
         ([1, 2], [(4, 6)], "2 uids, 1 shapes"),
         ([1, 1], [(4, 6), (4, 6)], "expected each once"),
+        ([1], [4], "expected a list of uids, and of a tuple of integers for each"),
     ):
         with pytest.raises(tw.BindingError, match=message):
             graph.execute(
