@@ -368,20 +368,10 @@ class Graph(CallableGraph):
                 f"graph {self.name!r}: an override needs is_override_shape_enabled=True at "
                 "declaration"
             )
-        try:
-            key = (
-                tuple(uids),
-                tuple(tuple(shape) for shape in shapes or ()),
-                tuple(tuple(stride) for stride in strides or ()),
-            )
-        except TypeError as error:
-            raise BindingError(
-                f"override: uids {uids!r}, shapes {shapes!r}, strides {strides!r}; expected a list "
-                "of uids, and of a tuple of integers for each"
-            ) from error
-        if key not in self._overridden:
-            from tilewright.planning.overrides import overridden_form
+        from tilewright.planning.overrides import override_key, overridden_form
 
+        key = override_key(uids, shapes, strides)
+        if key not in self._overridden:
             graph = Graph(handle=self.handle, device_property=self.device_property)
             form = overridden_form(self._declared_form, *key)
             try:

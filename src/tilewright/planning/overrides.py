@@ -9,6 +9,28 @@ from typing import Any
 from tilewright.errors import BindingError
 
 
+Tuples = tuple[tuple[int, ...], ...]
+
+
+def override_key(uids: Any, shapes: Any, strides: Any) -> tuple[tuple[int, ...], Tuples, Tuples]:
+    """The three lists of an override as tuples; None is an empty one.
+
+    Raises:
+        BindingError: if they are no lists.
+    """
+    try:
+        return (
+            tuple(uids),
+            tuple(tuple(shape) for shape in shapes or ()),
+            tuple(tuple(stride) for stride in strides or ()),
+        )
+    except TypeError as error:
+        raise BindingError(
+            f"override: uids {uids!r}, shapes {shapes!r}, strides {strides!r}; expected a list of "
+            "uids, and of a tuple of integers for each"
+        ) from error
+
+
 def overridden_form(
     form: dict[str, Any],
     uids: Sequence[int],
