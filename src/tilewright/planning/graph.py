@@ -368,7 +368,7 @@ class Graph(CallableGraph):
                 f"graph {self.name!r}: an override needs is_override_shape_enabled=True at "
                 "declaration"
             )
-        from tilewright.planning.overrides import override_key, overridden_form
+        from tilewright.planning.overrides import overridden_form, override_key
 
         key = override_key(uids, shapes, strides)
         if key not in self._overridden:

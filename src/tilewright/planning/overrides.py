@@ -8,11 +8,10 @@ from typing import Any
 
 from tilewright.errors import BindingError
 
+_Tuples = tuple[tuple[int, ...], ...]
 
-Tuples = tuple[tuple[int, ...], ...]
 
-
-def override_key(uids: Any, shapes: Any, strides: Any) -> tuple[tuple[int, ...], Tuples, Tuples]:
+def override_key(uids: Any, shapes: Any, strides: Any) -> tuple[tuple[int, ...], _Tuples, _Tuples]:
     """The three lists of an override as tuples; None is an empty one.
 
     Raises:
