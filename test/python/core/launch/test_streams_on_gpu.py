@@ -82,22 +82,27 @@ def norm(engine: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ["execute", "frame"])
+@pytest.mark.parametrize("way", ["execute", "frame", "frame of a handle"])
 @pytest.mark.parametrize("engine", ["triton", "aten"])
 def test_work_is_behind_what_is_on_its_stream(engine: str, way: str, name: str) -> None:
     # L8: a producer held back on the stream writes what the call reads.
     graph, pack = norm(engine)
     given, stream = streams()[name]
     value = torch.randn(ROWS, WIDTH, device="cuda").bfloat16()
-    frame = graph.bind(pack)
     handle = tw.create_handle()
     tw.set_stream(handle=handle, stream=given)
+    if way == "frame of a handle":
+        graph.handle = handle
+    frame = graph.bind(pack)
     torch.cuda.synchronize()
     with held(stream) as event:
         with torch.cuda.stream(stream):
             pack["x"].copy_(value)
             event.record()
-        frame.launch(given) if way == "frame" else graph.execute(pack, None, handle)
+        if way == "execute":
+            graph.execute(pack, None, handle)
+        else:
+            frame.launch(given if way == "frame" else None)
         assert not event.query(), "the producer was done before the call was made"
     torch.cuda.synchronize()
     expected = F.rms_norm(value.double(), (WIDTH,), None, 1e-6)
