@@ -38,6 +38,8 @@ from tilewright.launch.prepared import Constant, HostScalar, Scratch
 _ORDERED_FROM, _ORDERED_TO = 32, 65536
 # Columns of V that lie together in shared memory.
 _PANEL = 64
+# Keys of a head's last tile from which maxima are taken late under a band.
+_LATE_FROM = 768
 # Rows from which three warpgroups are faster at heads of 64 under a causal mask: shorter tiles have
 # too many masked blocks.
 _THREE_FROM = 6144
@@ -52,7 +54,8 @@ class AttentionConfig(TileConfig):
     first exponentials are made beside the last product of the tile before. ``ahead``: with one slot
     of Q, a tile's first scores are started before O of the tile before leaves. ``prescale``: the
     accumulator is scaled under the product with K, not at the end of a step. ``lazy``: a maximum
-    that grows by less than 2^8 stays, and only warps that have to scale the accumulator.
+    that grows by less than 2^8 stays, and only warps that have to scale the accumulator. ``late``:
+    see ``attention_late``; it is lazy, too.
     """
 
     turns: bool = True
@@ -61,6 +64,7 @@ class AttentionConfig(TileConfig):
     prescale: bool = False
     lazy: bool = False
     ahead: bool = False
+    late: bool = False
 
 
 def padded_in_slabs(head_size: int) -> tuple[int, int]:
@@ -86,7 +90,19 @@ def choose_config(spec: AttentionSpec) -> AttentionConfig:
         return AttentionConfig(
             block_n=64, q_slots=1, out_parts=2, turns=False, ahead=True, lazy=True
         )
-    return AttentionConfig(early=spec.is_banded, prescale=True, lazy=True)
+    late = _is_late(spec)
+    return AttentionConfig(early=spec.is_banded, prescale=True, lazy=not late, late=late)
+
+
+def _is_late(spec: AttentionSpec) -> bool:
+    """True if maxima are taken late at heads of 96 to 128.
+
+    Where tiles are short, what they begin and end with counts, and then there is more of it.
+    """
+    if spec.right is None:
+        return spec.left is None
+    seen = spec.keys if spec.shifts else min(spec.keys, spec.rows + spec.right)
+    return spec.left is None and seen >= _LATE_FROM
 
 
 def _fits_three(rows: int) -> bool:
@@ -157,6 +173,7 @@ def plan_with(
             ("PRESCALE", config.prescale),
             ("LAZY", config.lazy),
             ("AHEAD", config.ahead),
+            ("LATE", config.late),
             *masks.items(),
             ("LENGTHS_Q", length_kind(ports, "q")),
             ("LENGTHS_KV", length_kind(ports, "kv")),

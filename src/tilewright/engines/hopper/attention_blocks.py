@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewright.engines.hopper.attention_late import begun_late, rescaled_late, softmax_late
 from tilewright.engines.hopper.attention_records import ROWS
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
@@ -88,6 +89,16 @@ def start_scores(q_first, stage, memory, tiling):
 
 
 @gluon.jit
+def scaled(acc, factor, tiling):
+    """The accumulator times what the blocks so far are to be scaled by."""
+    if tiling.LATE:
+        acc = rescaled_late(acc, factor)
+    else:
+        acc = rescaled_lazily(acc, factor, tiling.LAZY)
+    return acc
+
+
+@gluon.jit
 def next_block(
     q_first,
     p,
@@ -122,7 +133,7 @@ def next_block(
     p = unpacked(p, layout, memory.v.dtype, tiling.WORDS)
     if tiling.PRESCALE:
         # Here, under the product with K, and not at the end of the step before.
-        acc = rescaled_lazily(acc, unmoved(factor), tiling.LAZY)
+        acc = scaled(acc, unmoved(factor), tiling)
     acc_after = warpgroup_mma(p, memory.v.index(before), acc, is_async=True)
     pass_turn(tiling, WARPGROUP)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -132,17 +143,22 @@ def next_block(
     scores = shaped(scores, problem, features)
     if MASKED:
         scores = masked(scores, first, column, sequence, tiling, features, True)
-    p_next, factor, top, total = softmax_block(
-        scores, top, total, problem.scale, MASKED, tiling.LAZY
-    )
-    if features.RAGGED_Q:
+    if tiling.LATE:
+        p_next, factor, top, total = softmax_late(
+            scores, top, total, problem.scale, features.RIGHT_LOOP or features.HAS_LEFT
+        )
+    else:
+        p_next, factor, top, total = softmax_block(
+            scores, top, total, problem.scale, MASKED, tiling.LAZY
+        )
+    if features.RAGGED_Q and not tiling.LATE:
         # It is there. The assembler puts no wait for the product before this one, as it does
         # without: then no exponential runs under the product.
         mbarrier.wait(memory.v_full.index(before), phase_of(block, tiling))
     acc, p = warpgroup_mma_wait(0, deps=(acc_after, p))
     barrier_arrive(tiling.V_BARRIER + before, tiling.RELEASE)
     if not tiling.PRESCALE:
-        acc = rescaled_lazily(acc, factor, tiling.LAZY)
+        acc = scaled(acc, factor, tiling)
     p = packed(p_next, layout, memory.v.dtype, tiling.WORDS)
     return p, acc, top, total, factor
 
@@ -157,6 +173,8 @@ def first_block(scores, place, first, sequence, problem, tiling, features,
         scores = masked(scores, first, column, sequence, tiling, features, True)
     top = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, scores.type.layout))
     p, _, top, total = softmax_block(scores, top, 0.0, problem.scale, features.FIRST_MASKED, False)
+    if tiling.LATE:
+        top, total = begun_late(top, total, problem.scale)
     return packed(p, P_LAYOUT, DTYPE, tiling.WORDS), top, total
 
 
@@ -168,4 +186,7 @@ def nothing_yet(tiling, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
     )
     zeros = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     top = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    return packed(zeros, P_LAYOUT, DTYPE, tiling.WORDS), top, thread_sums(zeros)
+    total = thread_sums(zeros)
+    if tiling.LATE:
+        top = total
+    return packed(zeros, P_LAYOUT, DTYPE, tiling.WORDS), top, total

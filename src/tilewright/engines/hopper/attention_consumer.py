@@ -18,6 +18,7 @@ from tilewright.engines.hopper.attention_blocks import (
     nothing_yet,
     pass_turn,
     phase_of,
+    scaled,
     stage_of,
     start_scores,
     take_turn,
@@ -28,7 +29,6 @@ from tilewright.engines.hopper.attention_repair import note_spoiled, watched
 from tilewright.engines.hopper.attention_softmax import (
     clear_tail,
     finish,
-    rescaled_lazily,
     thread_sums,
     unpacked,
 )
@@ -61,7 +61,7 @@ def middle_blocks(q_first, p, acc, top, total, place, first, block, sequence, sl
     """All blocks of a tile but the first: (p, acc, top, total, block)."""
     BN: gl.constexpr = tiling.BLOCK_N
     column = (place.high - 1) * BN
-    factor = gl.full([ROWS], 1.0, gl.float32, top.type.layout)
+    factor = gl.full(top.shape, 1.0, gl.float32, top.type.layout)
     free, edge, n = ends_of_masks(place, first, sequence, tiling, features)
     if features.RIGHT_LOOP:
         for j in range(1, free):
@@ -181,7 +181,7 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
         mbarrier.wait(memory.v_full.index(last), last_phase)
         p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
         if tiling.PRESCALE:
-            acc = rescaled_lazily(acc, factor, tiling.LAZY)
+            acc = scaled(acc, factor, tiling)
         acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
         pass_turn(tiling, WARPGROUP)
     else:
@@ -189,7 +189,7 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
         take_turn(tiling, WARPGROUP)
         p = unpacked(p, p_layout, DTYPE, tiling.WORDS)
         if tiling.PRESCALE:
-            acc = rescaled_lazily(acc, factor, tiling.LAZY)
+            acc = scaled(acc, factor, tiling)
         acc_token = warpgroup_mma(p, memory.v.index(last), acc, is_async=True)
         pass_turn(tiling, WARPGROUP)
     if tiling.EARLY:
@@ -208,7 +208,7 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
     else:
         acc = warpgroup_mma_wait(0, deps=(acc_token,))
     barrier_arrive(tiling.V_BARRIER + last, tiling.RELEASE)
-    out = finish(acc, top, total, place, first, sequence, problem, features)
+    out = finish(acc, top, total, place, first, sequence, problem, features, tiling.LATE)
     if features.REPAIRS:
         spoiled = watched(out, spoiled)
     out = out.to(DTYPE)

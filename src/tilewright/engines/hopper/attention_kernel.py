@@ -149,6 +149,7 @@ def attention_forward(
     PRESCALE: gl.constexpr,
     LAZY: gl.constexpr,
     AHEAD: gl.constexpr,
+    LATE: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -184,6 +185,7 @@ def attention_forward(
         PRESCALE,
         LAZY,
         AHEAD,
+        LATE,
     )
     features = Features(
         HAS_LEFT,

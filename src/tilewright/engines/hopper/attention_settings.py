@@ -32,6 +32,7 @@ class Tiling:
     PRESCALE: gl.constexpr
     LAZY: gl.constexpr
     AHEAD: gl.constexpr
+    LATE: gl.constexpr
     # Derived: a slab's columns; slabs from one tile of Q to the next, where O has room too; a
     # tile's rows; the barriers' numbers; the threads that meet at a release; whether Q is released
     # as soon as a tile's last scores are made; and whether a warpgroup leaves out first blocks of
@@ -66,6 +67,7 @@ class Tiling:
         PRESCALE,
         LAZY,
         AHEAD,
+        LATE,
     ):
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.DEPTH = gl.constexpr(DEPTH)
@@ -94,6 +96,7 @@ class Tiling:
         self.WORDS = gl.constexpr(WORDS)
         self.PRESCALE = gl.constexpr(PRESCALE)
         self.LAZY = gl.constexpr(LAZY)
+        self.LATE = gl.constexpr(LATE)
 
 
 @aggregate

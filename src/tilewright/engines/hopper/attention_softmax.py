@@ -200,12 +200,17 @@ def rescaled_lazily(acc, factor, LAZY: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, top, total, place, first, sequence, problem, features):
+def finish(acc, top, total, place, first, sequence, problem, features, LATE: gl.constexpr):
     """The normalized accumulator; Stats are stored."""
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows = first + gl.arange(0, ROWS, layout)
     total = gl.convert_layout(gl.sum(total, 1), layout)
-    shift = gl.convert_layout(top, layout) * problem.scale
+    if LATE:
+        # All threads of a row have the same; a row that sees nothing has no maximum.
+        shift = gl.convert_layout(gl.max(top, 1), layout)
+        shift = gl.where(total == 0.0, MINUS_INFINITY, shift)
+    else:
+        shift = gl.convert_layout(top, layout) * problem.scale
     scaled = 1.0
     if features.HAS_SINK:
         sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E

@@ -162,7 +162,10 @@ BANDS = [
     (None, 100, "bottom_right"),
     (1, 0, "top_left"),
 ]
-EXTENTS = [(17, 1), (64, 64), (128, 128), (192, 384), (300, 333), (333, 100), (513, 1024)]
+EXTENTS = [
+    *((17, 1), (64, 64), (128, 128), (192, 384), (300, 333), (333, 100), (513, 1024)),
+    (1000, 777),
+]
 
 
 @EACH_SIZE
@@ -188,10 +191,11 @@ def test_every_band_at_every_extent(size: int, extents: tuple[int, int]) -> None
     "sizes", [(8, 8), (80, 80), (96, 96), (160, 160), (192, 128), (200, 72)], ids=str
 )
 def test_head_sizes_between_the_kernels(sizes: tuple[int, int]) -> None:
-    for band in (NO_BAND, CAUSAL):
-        tensors = draw(3, (4, 2), (260, 300), sizes)
-        declare(tensors, band).execute(tensors)
-        check(tensors, band)
+    for extents in ((260, 300), (800, 810)):
+        for band in (NO_BAND, CAUSAL):
+            tensors = draw(3, (4, 2), extents, sizes)
+            declare(tensors, band).execute(tensors)
+            check(tensors, band)
 
 
 @EACH_SIZE
@@ -214,6 +218,30 @@ def test_many_tiles_a_program_and_growing_maxima(size: int) -> None:
             tensors["k"] = (tensors["k"] * ramp.flip(2)).to(torch.bfloat16)
             declare(tensors, band).execute(tensors)
             check(tensors, band)
+
+
+@EACH_SIZE
+@pytest.mark.parametrize("scores", ["leaping", "low"])
+def test_scores_far_from_those_that_a_row_sees_first(size: int, scores: str) -> None:
+    # A block's exponentials start from the maximum before it: scores that leap by more than an
+    # exponential can hold, and rows that see nothing at first, and then scores far below 0.
+    at = torch.arange(1033, device="cuda")[None, None, :, None]
+    for number, band in enumerate(BANDS[:4]):
+        tensors = draw(
+            number,
+            (4, 4 >> number % 3),
+            (1000, 1033),
+            (size, size),
+            dtype=(torch.bfloat16, torch.float16)[number % 2],
+            is_token_major=number % 4 >= 2,
+        )
+        if scores == "leaping":
+            tensors["k"].mul_(torch.where((at < 850) & (at % 50 == 7), 60.0, 1.0))
+        else:
+            tensors["q"].abs_().add_(0.5)
+            tensors["k"].abs_().add_(0.5).mul_(-16.0)
+        declare(tensors, band, log2=number % 2 == 1).execute(tensors)
+        check(tensors, band, log2=number % 2 == 1)
 
 
 @pytest.mark.L0

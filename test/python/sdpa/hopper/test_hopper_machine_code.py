@@ -92,3 +92,6 @@ def test_exponentials_run_under_the_product_with_values() -> None:
             made = [at for at, line in enumerate(body) if "MUFU.EX2" in line]
             before = sum(at < waits[1] for at in made)
             assert len(made) >= 64 and before >= len(made) // 2, (name, before, len(made))
+            # A block's maxima are looked for behind a branch, when its exponentials are made.
+            maxima = [at for at, line in enumerate(body) if "FMNMX" in line]
+            assert made[63] < maxima[0], name

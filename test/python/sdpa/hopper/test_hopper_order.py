@@ -50,14 +50,20 @@ def test_items_are_dealt_once_and_evenly(items: int, programs: int) -> None:
 
 
 def packed_graph(
-    batch: int, heads: int, longest: int, *, is_causal: bool = True, where: str = "cpu"
+    batch: int,
+    heads: int,
+    longest: int,
+    *,
+    is_causal: bool = True,
+    size: int = 64,
+    where: str = "cpu",
 ) -> Any:
     graph = tw.Graph(
         io_data_type="float16", intermediate_data_type="float32", handle=tw.create_handle(where)
     )
     sums = graph.tensor((batch + 1, 1, 1, 1), data_type="int32", name="sums")
-    unit = heads * 64
-    dim, stride = (batch, heads, longest, 64), (longest * unit, 64, unit, 1)
+    unit = heads * size
+    dim, stride = (batch, heads, longest, size), (longest * unit, size, unit, 1)
     options = {"ragged_offset": sums, "ragged_offset_multiplier": unit}
     q, k, v = (graph.tensor(dim, stride, name=name, **options) for name in "qkv")
     o, _ = graph.sdpa(
@@ -65,7 +71,7 @@ def packed_graph(
         k,
         v,
         is_inference=True,
-        attn_scale=0.125,
+        attn_scale=size**-0.5,
         use_causal_mask=is_causal,
         use_padding_mask=True,
         cu_seq_len_q=sums,
@@ -146,15 +152,20 @@ def test_the_costliest_sequences_come_first(kind: int, is_bottom: bool) -> None:
 @pytest.mark.skipif(
     not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU of compute capability 9.0"
 )
-@pytest.mark.parametrize(("is_causal", "is_spoiled"), [(False, False), (True, False), (True, True)])
-def test_ordered_tiles_give_what_each_sequence_gives(is_causal: bool, is_spoiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_causal", "is_spoiled", "size"),
+    [(False, False, 64), (True, False, 64), (True, True, 64), (True, True, 128)],
+)
+def test_ordered_tiles_give_what_each_sequence_gives(
+    is_causal: bool, is_spoiled: bool, size: int
+) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     draw = random.Random(5)
-    heads, size, longest = 16, 64, 800
+    heads, longest = 16, 800
     lengths = [longest, 0, 1, 128, 129] + [draw.randint(0, 300) for _ in range(35)]
     draw.shuffle(lengths)
-    graph = packed_graph(len(lengths), heads, longest, is_causal=is_causal, where="cuda")
+    graph = packed_graph(len(lengths), heads, longest, is_causal=is_causal, size=size, where="cuda")
     graph.build()
     assert graph.selected_engine == "hopper" and graph.get_workspace_size() > 0
     generator = torch.Generator("cuda").manual_seed(6)
@@ -176,7 +187,7 @@ def test_ordered_tiles_give_what_each_sequence_gives(is_causal: bool, is_spoiled
     assert torch.all(pack["o"][starts[-1] :] == 7.0), "the margin keeps its bytes"
     for start, end in itertools.pairwise(starts):
         q, k, v = (pack[name][start:end].transpose(0, 1).double() for name in "qkv")
-        scores = q @ k.transpose(1, 2) * 0.125
+        scores = q @ k.transpose(1, 2) * size**-0.5
         if is_causal:
             hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
