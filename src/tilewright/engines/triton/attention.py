@@ -29,6 +29,8 @@ from tilewright.engines.triton.attention_config import (
     general_config,
     heads_at_a_time,
     is_plain,
+    is_plain_packed,
+    keeps_level,
     power_of_two,
 )
 from tilewright.engines.triton.attention_cost import cost_us, facts_of, ranked_configs
@@ -37,6 +39,7 @@ from tilewright.engines.triton.attention_decode_config import MAX_DEALT_BATCH, c
 from tilewright.engines.triton.attention_dropout import draws_kernel
 from tilewright.engines.triton.attention_gate import read_graph
 from tilewright.engines.triton.attention_kernel import attention_forward
+from tilewright.engines.triton.attention_packed import packed_plan
 from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.engines.triton.attention_specialized import is_dealt, specialized_plan
@@ -84,7 +87,8 @@ def _plan(spec: AttentionSpec, slots: Mapping[int, int], knobs: Knobs, sm_count:
     # What is there for a pointer that happens to be odd need not be quick to run.
     plain = general_config(spec, sm_count) if config.has_maps else config
     general = make(spec, slots, plain, is_aligned=False)
-    make = specialized_plan if config.is_specialized else make
+    if config.is_specialized:
+        make = packed_plan if is_plain_packed(spec) else specialized_plan
     aligned = make(spec, slots, config, is_aligned=True)
     if spec.has_gate and steps_in_vectors(spec, ("gate",)):
         ports = (*ports, "gate")
@@ -146,7 +150,9 @@ def _forward(
         arguments.extent("slots", slots_a_head)
         grid = (slots_a_head * spec.heads_q, 1, 1)
     arguments.extent("group_heads", heads_at_a_time(spec))
-    notes = notes_of(spec, tiles * config.block_m)
+    keeps = has_own_loop and config.is_in_order and keeps_level(spec, config)
+    arguments.constant(KEEPS_LEVEL=keeps)
+    notes = notes_of(spec, tiles * config.block_m, keeps_level=keeps)
     is_noted = has_own_loop and bool(notes) and is_plain(spec) and not block_v[1]
     arguments.scratch("spoilt", "*i32", 0 if is_noted else None)
     kernel = arguments.planned(attention_forward, grid, config.warps, config.stages)

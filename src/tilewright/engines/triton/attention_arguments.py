@@ -101,6 +101,22 @@ class KernelArguments:
             box=(1, 1, 1, half, made.box[3]),
         )
 
+    def packed_row_map(self, name: str, tensor: Tensor, block_m: int) -> None:
+        """Rows of a ragged operand, for a compiler that brings half of ``block_m`` at a time.
+
+        The compiler moves along the first axis: that of rows of all sequences. The second one has
+        the heads of a row, ``tensor.stride[1]`` from one to the next.
+        """
+        width = tensor.dim[3]
+        self.types[name] = f"tensordesc<{TRITON_TYPES[tensor.data_type]}[{block_m}, {width}]>"
+        box = (1, 1, block_m // 2, width)
+        made = tensor_map(tensor, self.slots[tensor.uid], box, MAX_SWIZZLE_BYTES)
+        _, head, row, _ = made.stride
+        heads = (made.dim[1] - 1) * head + width
+        self.values[name] = replace(
+            made, dim=(made.dim[2], heads), stride=(row, 1), box=(block_m // 2, made.box[3])
+        )
+
     def extent(self, name: str, value: int) -> None:
         """A count, int32, never part of the code."""
         self.types[name], self.values[name] = "i32", Constant(value)

@@ -32,6 +32,10 @@ WINDOW_EXTRA_KEYS = 1024
 MOST_KEYS_BEFORE_GATE = 1792
 # A band of at most so many keys is masked throughout, where a wider one is at its edges only.
 NARROW_BAND = 2048
+# Tiles of all packed sequences at most, and the square of a sequence's times heads.
+MAX_PACKED_TILES = 2**30
+# Keys from which on a level is kept where no mask hides any.
+MIN_KEYS_AT_A_LEVEL = 1024
 # As many as let three programs of four warps share a multiprocessor's registers.
 SMALL_PROGRAM_REGISTERS = 168
 # Keys of a block of the kernel that loads them into registers (``attention_decode_direct``).
@@ -163,7 +167,46 @@ def takes_warp_groups(spec: AttentionSpec) -> bool:
     """True if the kernel of warp groups serves the declaration, and pays."""
     # A warp group's rows lie all within the operand, or all beyond it.
     has_rows = spec.rows > GROUP_ROWS and spec.rows % GROUP_ROWS == 0
-    return is_plain(spec) and has_rows and min(whole(spec.depth), whole(spec.depth_v)) >= 128
+    is_wide = min(whole(spec.depth), whole(spec.depth_v)) >= 128
+    return is_plain(spec) and has_rows and is_wide and _has_narrow_output(spec)
+
+
+def is_plain_packed(spec: AttentionSpec) -> bool:
+    """True for plain scores of packed sequences, all of whose operands start at whole rows."""
+    if spec.changes_scores or spec.has_philox or spec.has_drop_mask or spec.has_block_mask:
+        return False
+    if spec.is_paged or spec.len_q is None or spec.len_kv is None:
+        return False
+    if spec.data_type is DataType.FLOAT or spec.scale is None or spec.scale <= 0.0:
+        return False
+    # A dense output has padded rows to be written.
+    ports = ("q", "k", "v", "O", "Stats", "score_max", "score_sum_exp")
+    if not all(spec.is_ragged(port) for port in ports if port in spec.ports):
+        return False
+    for port in ("q", "k", "v"):
+        tensor = spec.ports[port]
+        if tensor.stride[2] < 1 or tensor.ragged_offset_multiplier % tensor.stride[2]:
+            return False
+    return True
+
+
+def _has_narrow_output(spec: AttentionSpec) -> bool:
+    """True if O is as wide as the operands: on its way out, in float32, it has no room."""
+    return spec.ports["O"].data_type.bits <= spec.data_type.bits
+
+
+def takes_packed_groups(spec: AttentionSpec) -> bool:
+    """True if the kernel of warp groups serves packed sequences of the declaration, and pays."""
+    q = spec.ports["q"]
+    # Rows of Q are read as one, of which a head is a part.
+    has_heads = spec.depth == whole(spec.depth)
+    has_heads = has_heads and 0 <= q.stride[1] * (spec.heads_q - 1) <= q.stride[2] - spec.depth
+    is_wide = has_heads and min(spec.depth, whole(spec.depth_v)) >= 128
+    # Tiles are counted in 32 bits, and divided by what a head has (``attention_packed_order``).
+    tiles = -(-spec.rows // (2 * GROUP_ROWS))
+    is_counted = tiles * spec.heads_q * max(tiles, 2 * spec.batch) < MAX_PACKED_TILES
+    is_wide = is_wide and is_counted and _has_narrow_output(spec)
+    return is_wide and is_plain_packed(spec) and spec.rows > GROUP_ROWS
 
 
 def takes_many_tiles(spec: AttentionSpec, config: ForwardConfig) -> bool:
@@ -173,6 +216,26 @@ def takes_many_tiles(spec: AttentionSpec, config: ForwardConfig) -> bool:
     step = config.block_m * block + config.block_n * (block + block_v)
     elements = config.stages * step + config.block_m * block_v
     return config.is_specialized and elements * spec.data_type.bits // 8 <= DEALT_SHARED_BYTES
+
+
+def has_even_edges(spec: AttentionSpec, config: ForwardConfig) -> bool:
+    """True if both edges of a window are diagonals of blocks, which are as long as tiles."""
+    block = config.block_n
+    if spec.left is None or spec.right is None or config.block_m != block or block != 128:
+        return False
+    shift = spec.keys - spec.rows if spec.bottom_right else 0
+    return not any(end % block for end in (spec.keys, shift + spec.right, shift - spec.left))
+
+
+def keeps_level(spec: AttentionSpec, config: ForwardConfig) -> bool:
+    """True if programs of few registers make a row's weights at one level (``attention_level``)."""
+    if config.max_registers is None or config.block_n not in (64, 128) or not is_plain(spec):
+        return False
+    # float16 ends at 2**16; and who asks for the greatest score gets it.
+    if spec.data_type is not DataType.BFLOAT16 or "score_max" in spec.ports:
+        return False
+    # What looks for rows that were noted takes as long as some blocks, and is there under a band.
+    return spec.is_banded or spec.keys >= MIN_KEYS_AT_A_LEVEL
 
 
 def gates_apart(spec: AttentionSpec) -> bool:
@@ -211,7 +274,7 @@ def choose_config(
     """
     if sm_count in SM90_MULTIPROCESSORS:
         width = max(whole(spec.depth), whole(spec.depth_v))
-        if deals_warps and takes_warp_groups(spec):
+        if deals_warps and (takes_warp_groups(spec) or takes_packed_groups(spec)):
             tile = ForwardConfig(2 * GROUP_ROWS, 128 if width <= 128 else 64, GROUP_WARPS, 2)
             return replace(tile, is_ahead=True, has_maps=True, programs=sm_count)
         if is_plain(spec) and spec.rows > 64 and width <= 128:

@@ -44,7 +44,8 @@ class DeviceFacts:
     Masking a block costs as much as the block, or ``hiding`` of it where all blocks are in one
     loop. A gate at a tile's end takes ``gate_us``. A combination takes ``combine_us`` and
     ``combine_run_us`` a run. Where warp groups take turns, scores cost ``dealt_factor`` of that,
-    and a gate takes ``gate_of_dealt_us``.
+    and a gate takes ``gate_of_dealt_us``; of packed sequences the kernels in front and behind take
+    ``order_us``.
     """
 
     name: str
@@ -65,6 +66,7 @@ class DeviceFacts:
     hiding: float = 0.25
     gate_us: float = 4.0
     gate_of_dealt_us: float = 1.0
+    order_us: float = 7.0
     combine_us: float = 4.2
     combine_run_us: float = 0.23
 
@@ -131,6 +133,8 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
     rounds = -(-programs // (facts.multiprocessors * at_once))
     work = max(rounds * (start + mean * turn), start + longest * turn)
     read = programs * mean * config.block_n * _bytes_a_key(spec)
+    if config.is_specialized and spec.is_ragged("q"):
+        work += facts.order_us
     return facts.launch_us + max(work, _read_us(read, facts) / facts.cache_factor)
 
 

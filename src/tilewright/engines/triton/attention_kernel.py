@@ -20,7 +20,7 @@ from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
     load_piece,
-    note_rows,
+    rows_to_note,
     scalar_value,
 )
 from tilewright.engines.triton.attention_loop_plain import attend_ahead, attend_in_order
@@ -68,6 +68,7 @@ def attention_forward(
     FOLDS_SCALE: tl.constexpr, STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
     IS_AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, BATCH_BLOCK: tl.constexpr,
     MASKS_ALL: tl.constexpr, MASKS_END: tl.constexpr, SETTLES: tl.constexpr,
+    KEEPS_LEVEL: tl.constexpr,
 ):  # fmt: skip
     is_paged: tl.constexpr = k_table is not None
     has_bias: tl.constexpr = bias is not None
@@ -205,7 +206,7 @@ def attention_forward(
                 batch, key_head, first, end, first_full, end_full, row[:, None], count_kv,
                 shift, left, right, factor,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT, len_kv is None,
-                MASKS_END, SETTLES,
+                MASKS_END, SETTLES, KEEPS_LEVEL,
             )  # fmt: skip
         elif part == 1 and IS_AHEAD:
             if first < end:
@@ -233,7 +234,11 @@ def attention_forward(
     # Values that a row does not see do not exist, NaN and infinity included; they are rare.
     if spoilt is not None:
         place = both.to(tl.int64) * (slots * BLOCK_M) + row
-        note_rows(spoilt, acc, place, in_rows)
+        note = rows_to_note(acc, in_rows)
+        if KEEPS_LEVEL:
+            # Small values have finite sums all the same.
+            note = note | ((total * 0.0 != 0.0) & in_rows).to(tl.int32)
+        tl.store(spoilt + place, note)
     elif HAS_LEFT or HAS_RIGHT or has_bias:
         if is_spoilt(acc, acc_2, DV_BLOCK_2 > 0):
             acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)

@@ -11,6 +11,7 @@ from triton.language import core
 
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_assembly import hide_after, hide_before, settled
+from tilewright.engines.triton.attention_level import first_level
 from tilewright.engines.triton.attention_loop import load_piece
 from tilewright.engines.triton.attention_masks import LOWEST, visible
 
@@ -140,15 +141,16 @@ def attend_in_order(
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_WHOLE: tl.constexpr,
-    MASKS_END: tl.constexpr, SETTLES: tl.constexpr,
+    MASKS_END: tl.constexpr, SETTLES: tl.constexpr, KEEPS_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Keys [start, end) of plain scores, one product after the other; as ``attend``.
 
     For tiles of few warps, of which several share a multiprocessor: one multiplies while another
     takes exponentials. All blocks are in one loop, so that its loads never drain; keys within
     [open_start, open_end) are seen by every row. MASKS_END: the last block may pass the last key.
-    SETTLES: no product is under way beside the next block's scores. ``scale`` and IS_WHOLE are
-    those of ``attend_ahead``.
+    SETTLES: no product is under way beside the next block's scores. KEEPS_LEVEL: ``top`` is a level
+    for all weights of a row (``attention_level``), and not its greatest score. ``scale`` and
+    IS_WHOLE are those of ``attend_ahead``.
     """
     within = tl.arange(0, BLOCK_N)
     v_token = within.to(tl.int64) * v_row * UNIT
@@ -166,16 +168,22 @@ def attend_in_order(
             score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
         if HAS_LEFT:
             score = hide_before(score, first, within[None, :], low, first >= open_start)
-        new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        level = new_top
-        if HAS_LEFT or HAS_RIGHT or MASKS_END:
-            # exp2(-inf + inf) would be NaN.
-            level = tl.maximum(new_top, LOWEST)
-        weights = tl.exp2(score * scale - level[:, None])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, 1)
-        top = new_top
-        acc = acc * fade[:, None]
+        if KEEPS_LEVEL:
+            top = first_level(score, top, scale)
+            level = tl.maximum(top, LOWEST)
+            weights = tl.exp2(score * scale - level[:, None])
+            total = total + tl.sum(weights, 1)
+        else:
+            new_top = tl.maximum(top, tl.max(score, 1) * scale)
+            level = new_top
+            if HAS_LEFT or HAS_RIGHT or MASKS_END:
+                # exp2(-inf + inf) would be NaN.
+                level = tl.maximum(new_top, LOWEST)
+            weights = tl.exp2(score * scale - level[:, None])
+            fade = tl.exp2(top - level)
+            total = total * fade + tl.sum(weights, 1)
+            top = new_top
+            acc = acc * fade[:, None]
         weights = weights.to(q.dtype)
         if v_map is not None and IS_WHOLE:
             v = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))

@@ -1,7 +1,8 @@
 """Rows of attention forward that a hidden value spoilt, made again.
 
-A hidden key has weight 0, and 0 times NaN or infinity is NaN. That is rare: a forward kernel that
-does not look for such values notes of each row whether its sums are finite (``spoilt``, 32 bits a
+A hidden key has weight 0, and 0 times NaN or infinity is NaN; and at a level that is kept sums may
+pass what float32 holds. Both are rare: a forward kernel that does not look for such values notes of
+each row whether its sums are finite (``spoilt``, 32 bits a
 row, rows of a head padded to whole tiles), and this kernel makes the noted rows again by the loop
 that marks which rows really see such a value. A program looks through the notes of several tiles.
 """
@@ -29,20 +30,21 @@ _ROWS = 64
 
 @triton.jit
 def attention_repair(
-    q, k, v, o, gate, sink, spoilt,
+    q, k, v, o, gate, stats, sink, spoilt,
     scale,
     q_batch, q_head, q_row, q_col,
     k_batch, k_head, k_row, k_col,
     v_batch, v_head, v_row, v_col,
     o_batch, o_head, o_row, o_col,
     gate_batch, gate_head, gate_row, gate_col,
+    stats_batch, stats_head, stats_row,
     sink_head,
     rows, keys, heads, group, left, right, noted_rows, all_heads,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    NOTES: tl.constexpr,
+    STATS_LOG2: tl.constexpr, NOTES: tl.constexpr,
 ):  # fmt: skip
     """``noted_rows`` notes a head, a multiple of BLOCK_M, for each of ``all_heads`` heads."""
     begin = tl.program_id(0).to(tl.int64) * NOTES
@@ -94,16 +96,22 @@ def attention_repair(
                     acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
                 store_rows(
                     acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_rows & noted,
-                    o, gate, None, None, None, None, None, None, None, None,
+                    o, gate, stats, None, None, None, None, None, None, None,
                     o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
-                    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1,
-                    DV, DV_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, False, True,
+                    stats_batch, stats_head, stats_row,
+                    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1,
+                    DV, DV_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2, True,
                 )  # fmt: skip
 
 
-def notes_of(spec: AttentionSpec, noted_rows: int) -> tuple[tuple[str, int], ...]:
-    """What the notes take of the workspace; nothing where masks hide no key."""
-    if not spec.is_banded:
+def notes_of(
+    spec: AttentionSpec, noted_rows: int, *, keeps_level: bool = False
+) -> tuple[tuple[str, int], ...]:
+    """What the notes take of the workspace; nothing where masks hide no key.
+
+    ``keeps_level``: weights are made at a level that may be too low for a row.
+    """
+    if not (spec.is_banded or keeps_level):
         return ()
     return (("rows that are not finite", spec.batch * spec.heads_q * noted_rows * 4),)
 

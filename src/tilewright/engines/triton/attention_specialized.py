@@ -31,10 +31,17 @@ from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton.attention_addresses import quotient, row_offsets, tile_at
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_assembly import hide_after, hide_before, with_stored
+from tilewright.engines.triton.attention_assembly import (
+    hide_after,
+    hide_before,
+    hide_edge,
+    with_noted,
+    with_stored,
+)
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     gates_apart,
+    has_even_edges,
     heads_at_a_time,
     takes_many_tiles,
     whole,
@@ -76,16 +83,28 @@ def attend_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STATS_LOG2: tl.constexpr,
-    IS_COUNTED: tl.constexpr,
+    IS_COUNTED: tl.constexpr, HAS_EVEN_EDGES: tl.constexpr, IS_PACKED: tl.constexpr = False,
+    q_first=0, k_first=0, v_first=0,
+    o_offsets=None, gate_offsets=None, stats_offsets=None, smax_offsets=None, ssum_offsets=None,
+    o_offset_step=0, gate_offset_step=0, stats_offset_step=0, smax_offset_step=0,
+    ssum_offset_step=0,
+    o_multiplier=1, gate_multiplier=1, stats_multiplier=1, smax_multiplier=1, ssum_multiplier=1,
 ):  # fmt: skip
+    sequence = batch
+    if IS_PACKED:
+        # Operands have one axis of rows for all sequences.
+        batch = batch * 0
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
     in_rows = row < rows
-    if q_map is not None:
+    if IS_PACKED and q_map is not None:
+        query = q_map.load([q_first + first_row + zero, (head * q_head * UNIT).to(tl.int32)])
+    elif q_map is not None:
         # A number of its own: the compiler moves what it is given, for all uses of that number.
         query = tl.reshape(q_map.load([first_row + zero, batch, head, 0, 0]), (BLOCK_M, D_BLOCK))
     else:
-        at = row_offsets(row, None, batch, head, 0, 1, q_batch, q_head, q_row, UNIT)
+        line = row + q_first if IS_PACKED else row
+        at = row_offsets(line, None, batch, head, 0, 1, q_batch, q_head, q_row, UNIT)
         query = load_piece(q, at, in_rows, q_col, 0, D_BLOCK, D, False, True)
     # Keys that a row sees, those that some row of the tile sees, and those that all of them see.
     start, open_start = 0, 0
@@ -93,6 +112,9 @@ def attend_tile(
     low, high = row[:, None] * 0, row[:, None] * 0 + keys - 1
     if HAS_RIGHT:
         end = tl.minimum(keys, first_row + BLOCK_M + shift + right)
+        if IS_PACKED:
+            # A sequence of an odd number of tiles has an empty one.
+            end = tl.where(first_row < rows, end, 0)
         open_end = tl.minimum(keys, first_row + shift + right + 1)
         high = tl.minimum(row + (shift + right), keys - 1)[:, None]
     if HAS_LEFT:
@@ -123,20 +145,26 @@ def attend_tile(
                 first = blocks - 1 - first
             first = origin + first * BLOCK_N
         if k_map is not None:
-            block = tl.reshape(k_map.load([batch, key_head, first, 0]), (BLOCK_N, D_BLOCK)).T
+            k_place = first + k_first if IS_PACKED else first
+            block = tl.reshape(k_map.load([batch, key_head, k_place, 0]), (BLOCK_N, D_BLOCK)).T
         else:
             key = first + within
-            at = key.to(tl.int64) * k_row * UNIT
+            at = (key + k_first if IS_PACKED else key).to(tl.int64) * k_row * UNIT
             block = load_piece(k_at, at, key < keys, k_col, 0, D_BLOCK, D, True, True)
         score = dot(query, block, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         # Where nothing is hidden, too: with a branch behind the product the assembler orders what
         # follows so that a block takes 8 % less.
-        score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
-        if HAS_LEFT:
+        if HAS_EVEN_EDGES:
+            col, place = within[None, :], row[:, None]
+            score = hide_edge(score, col, place, first + BLOCK_N <= open_end, True)
+            score = hide_edge(score, col, place, first >= open_start, False)
+        else:
+            score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
+        if HAS_LEFT and not HAS_EVEN_EDGES:
             score = hide_before(score, first, within[None, :], low, first >= open_start)
         new_top = tl.maximum(top, tl.max(score, 1) * factor)
         level = new_top
-        if HAS_LEFT or HAS_RIGHT:
+        if HAS_LEFT or HAS_RIGHT or IS_PACKED:
             # exp2(-inf + inf) would be NaN.
             level = tl.maximum(new_top, LOWEST)
         weights = tl.exp2(score * factor - level[:, None])
@@ -146,15 +174,20 @@ def attend_tile(
         acc = acc * fade[:, None]
         weights = weights.to(query.dtype)
         if v_map is not None:
-            values = tl.reshape(v_map.load([batch, key_head, first, 0]), (BLOCK_N, DV_BLOCK))
+            v_place = first + v_first if IS_PACKED else first
+            values = tl.reshape(v_map.load([batch, key_head, v_place, 0]), (BLOCK_N, DV_BLOCK))
         else:
             at = within.to(tl.int64) * v_row * UNIT + first.to(tl.int64) * v_row * UNIT
+            if IS_PACKED:
+                at += v_first.to(tl.int64) * v_row * UNIT
             values = load_piece(
                 v_at, at, first + within < keys, v_col, 0, DV_BLOCK, DV, False, True
             )
         acc = dot(weights, values, acc)
 
-    if spoilt is not None:
+    if IS_PACKED:
+        total = with_noted(total, spoilt + both + row * 0, rows_to_note(acc, in_rows))
+    elif spoilt is not None:
         place = both.to(tl.int64) * (tiles * BLOCK_M) + row
         if IS_COUNTED:
             total = with_stored(total, spoilt + place, rows_to_note(acc, in_rows))
@@ -164,12 +197,14 @@ def attend_tile(
         level = tl.load(sink + head.to(tl.int64) * sink_head)
         acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
     store_rows(
-        acc, 0.0, total, top, 1.0, batch, head, row, in_rows, in_rows,
-        o, gate, stats, smax, ssum, None, None, None, None, None,
+        acc, 0.0, total, top, 1.0, sequence, head, row, in_rows, in_rows,
+        o, gate, stats, smax, ssum,
+        o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
         o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
         stats_batch, stats_head, stats_row,
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row,
-        0, 0, 0, 0, 0, 1, 1, 1, 1, 1,
+        o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+        o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
         DV, DV_BLOCK, 0, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2, True,
     )  # fmt: skip
 
@@ -221,7 +256,7 @@ def attention_forward_specialized(
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     STATS_LOG2: tl.constexpr, LAST_FIRST: tl.constexpr,
-    IS_PERSISTENT: tl.constexpr, IN_PAIRS: tl.constexpr,
+    IS_PERSISTENT: tl.constexpr, IN_PAIRS: tl.constexpr, HAS_EVEN_EDGES: tl.constexpr,
 ):  # fmt: skip
     factor = scalar_value(scale).to(tl.float32) * LOG2_E
     shift = 0
@@ -260,7 +295,8 @@ def attention_forward_specialized(
                 ssum_batch, ssum_head, ssum_row, sink_head,
                 factor, rows, keys, left, right, shift, tiles, zero,
                 D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2, not IN_PAIRS,
+                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2,
+                not IN_PAIRS, HAS_EVEN_EDGES,
             )  # fmt: skip
             if not IN_PAIRS:
                 # Behind the end of a tile, in which it finds room.
@@ -285,14 +321,18 @@ def attention_forward_specialized(
             ssum_batch, ssum_head, ssum_row, sink_head,
             factor, rows, keys, left, right, shift, tiles, zero,
             D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE,
-            HAS_LEFT, HAS_RIGHT, STATS_LOG2, True,
+            HAS_LEFT, HAS_RIGHT, STATS_LOG2, True, HAS_EVEN_EDGES,
         )  # fmt: skip
 
 
 def is_dealt(spec: AttentionSpec) -> bool:
     """True if this compiler deals the kernel to warp groups, and maps take the operands."""
+    if not triton.__version__.startswith(_COMPILERS):
+        return False
     ports = (spec.ports[port] for port in ("q", "k", "v"))
-    return triton.__version__.startswith(_COMPILERS) and not any(map(map_decline_reason, ports))
+    return all(
+        map_decline_reason(port, is_flat=port.ragged_offset is not None) is None for port in ports
+    )
 
 
 def specialized_plan(
@@ -330,6 +370,7 @@ def specialized_plan(
         BLOCK_N=config.block_n,
         LAST_FIRST=spec.right is not None,
         IS_PERSISTENT=is_persistent,
+        HAS_EVEN_EDGES=has_even_edges(spec, config),
         IN_PAIRS=spec.right is not None and spec.left is None,
     )
     if is_aligned:

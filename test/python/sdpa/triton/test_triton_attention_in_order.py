@@ -12,9 +12,9 @@ from attention_cases.case import Case
 from attention_cases.running import Declared
 
 from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton import attention
-from tilewright.engines.triton.attention_config import ForwardConfig
-from tilewright.engines.triton.attention_spec import AttentionSpec
+from tilewright.engines.triton import attention, attention_config
+from tilewright.engines.triton.attention_config import ForwardConfig, choose_config, keeps_level
+from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.engine import interpreting
 
 pytestmark = [
@@ -55,3 +55,46 @@ def test_one_loop_over_all_blocks_of_keys(case: Case, monkeypatch: pytest.Monkey
         Declared(case, "cpu").run(execute)
     constants = dict(taken[-1].kernels[0].spec.constants)
     assert constants["IN_ORDER"] and not constants["IS_AHEAD"]
+
+
+LEVEL_CASES = [
+    Case(rows=70, keys=150, band="causal", values="large", stats="natural"),
+    Case(rows=40, keys=200, values="large", stats="log2", sink="same", heads=(4, 2)),
+    Case(rows=33, keys=150, band="band", values="hidden_nan", out="float32"),
+    Case(rows=70, keys=33, band="bottom_right", stats="natural"),
+]
+
+
+@pytest.mark.parametrize("case", LEVEL_CASES, ids=str)
+def test_weights_of_a_row_at_one_level(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[KernelPlan] = []
+
+    def plan(spec: AttentionSpec, slots: Mapping[int, int], *_: Any) -> KernelPlan:
+        config = ForwardConfig(16, 64, 4, 2, is_in_order=True, max_registers=168)
+        taken.append(attention._forward(spec, slots, config, is_aligned=False))
+        return taken[-1]
+
+    monkeypatch.setattr(attention, "_plan", plan)
+    monkeypatch.setattr(attention_config, "MIN_KEYS_AT_A_LEVEL", 1)
+    with interpreting():
+        Declared(case, "cpu").run(execute)
+    assert dict(taken[-1].kernels[0].spec.constants)["KEEPS_LEVEL"]
+    assert [kernel.spec.name for kernel in taken[-1].kernels][1:] == ["attention_repair"]
+
+
+def test_a_level_is_kept_where_weights_have_room_and_nobody_asks_for_the_greatest_score() -> None:
+    for levels, keeps in (
+        ({}, True),
+        ({"band": "causal", "keys": 70}, True),
+        ({"keys": 1000}, False),
+        ({"dtype": "float16"}, False),
+        ({"stats": "all"}, False),
+        ({"sizes": (128, 128), "rows": 100}, False),
+    ):
+        case = Case(**{"rows": 128, "keys": 1024, "batch": 1, **levels})
+        graph = Declared(case, "cpu").graph
+        graph.validate()
+        spec = read_spec(graph.operations[0])
+        config = choose_config(spec, 132)
+        assert config.is_in_order
+        assert keeps_level(spec, config) is keeps, case

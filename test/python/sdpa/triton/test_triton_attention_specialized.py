@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,15 @@ import torch
 from attention_cases.case import Case
 from attention_cases.running import Declared
 
+import tilewright as tw
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton import attention, attention_config, attention_specialized
 from tilewright.engines.triton.attention_arguments import KernelArguments
-from tilewright.engines.triton.attention_config import ForwardConfig, choose_config
+from tilewright.engines.triton.attention_config import (
+    ForwardConfig,
+    choose_config,
+    has_even_edges,
+)
 from tilewright.engines.triton.attention_cost import ranked_configs
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.attention_specialized import specialized_plan
@@ -155,6 +161,8 @@ def test_only_plain_scores_of_dense_operands_are_dealt() -> None:
         (Case(rows=128, keys=70, sizes=(128, 128), dtype="float32"), False),
         (Case(rows=128, keys=70, sizes=(128, 128), block_mask=True), False),
         (Case(rows=128, keys=70, sizes=(128, 128), dropout="philox"), False),
+        # In float32, O on its way out has no room beside what is loaded.
+        (Case(rows=128, keys=70, sizes=(128, 128), out="float32"), False),
     ):
         graph = Declared(case, "cpu").graph
         graph.validate()
@@ -168,3 +176,30 @@ def test_only_plain_scores_of_dense_operands_are_dealt() -> None:
             ranked = ranked_configs(spec, 132, deals_warps=True)
             assert [each.is_specialized for each in ranked] == [True, False]
             assert all(config.with_knobs(dict(each.knobs())) == each for each in ranked)
+
+
+def windowed(rows: int, keys: int, **masks: Any) -> AttentionSpec:
+    graph = tw.Graph(io_data_type="bfloat16", handle=tw.create_handle("cpu"))
+    q, k, v = (graph.tensor((1, 2, length, 128)) for length in (rows, keys, keys))
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.1, is_inference=True, **masks)
+    o.set_output(True)
+    graph.validate()
+    return read_spec(graph.operations[0])
+
+
+def test_edges_of_a_window_are_even_where_they_are_diagonals_of_blocks() -> None:
+    causal = {"use_causal_mask": True}
+    for spec, is_even in (
+        (windowed(512, 512, **causal, sliding_window_length=256), True),
+        (windowed(512, 512, **causal), False),
+        (windowed(512, 512, **causal, sliding_window_length=250), False),
+        (windowed(512, 500, **causal, sliding_window_length=256), False),
+        (windowed(512, 512, diagonal_band_left_bound=128, diagonal_band_right_bound=128), True),
+        (windowed(512, 512, diagonal_band_left_bound=128, diagonal_band_right_bound=5), False),
+        (windowed(256, 512, use_causal_mask_bottom_right=True, sliding_window_length=128), True),
+        (windowed(320, 512, use_causal_mask_bottom_right=True, sliding_window_length=128), False),
+    ):
+        config = choose_config(spec, 132, deals_warps=True)
+        assert config.is_specialized
+        assert has_even_edges(spec, config) is is_even, (spec.left, spec.right, spec.keys)
+        assert not has_even_edges(spec, replace(config, block_n=64))
