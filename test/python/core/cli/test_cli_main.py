@@ -172,7 +172,7 @@ def test_a_closed_standard_output_is_no_error(
 
 def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    assert main("bench matmul-execute --rounds 1".split()) == 0
+    assert main(["bench", "matmul-execute", "--rounds", "1"]) == 0
     with _Progress(2) as progress:  # Of verify, which takes longer.
         progress.advance("first")
 
