@@ -12,6 +12,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilewright.engines.hopper.declared import Declared
+
 # What a program takes besides its tiles, and one that shares its keys with others.
 _OVERHEAD, _OVERHEAD_OF_SHARES = 2.5, 8.0
 # Programs that share keys: of the same ones at most; tiles of each at least; in all, in rounds.
@@ -77,3 +79,30 @@ def _idle(width: int, heads: int, lengths: Sequence[int], sm_count: int) -> floa
             for _ in range(min(width, looked_at - first)):
                 heapq.heapreplace(ends, ends[0] + tiles + _OVERHEAD)
     return max(ends) - sum(ends) / sm_count
+
+
+def rows_seen(spec: Declared, tile_rows: int, block_keys: int) -> list[int]:
+    """Tiles of rows that each block of keys sees, as long as sequences are declared."""
+    found = []
+    for first in range(0, spec.keys, block_keys):
+        low, end = 0, spec.rows
+        if spec.right is not None:
+            low = max(first - spec.right, 0) // tile_rows
+        if spec.left is not None:
+            last = min(first + block_keys, spec.keys) - 1
+            end = min(end, max(last + spec.left, 0))
+        found.append(max(-(-end // tile_rows) - low, 1) * spec.group)
+    return found
+
+
+def keys_seen(spec: Declared, tile_rows: int, block_keys: int) -> list[int]:
+    """Blocks of keys that each tile of rows sees, from the last rows on."""
+    found = []
+    for first in reversed(range(0, spec.rows, tile_rows)):
+        low, end = 0, spec.keys
+        if spec.left is not None:
+            low = max(first - spec.left + 1, 0) // block_keys
+        if spec.right is not None:
+            end = min(end, first + tile_rows + spec.right)
+        found.append(max(-(-end // block_keys) - low, 1))
+    return found

@@ -35,6 +35,8 @@ from tilewright.engines.hopper.attention_records import NO_LENGTHS
 from tilewright.engines.hopper.barriers import barrier_arrive, partition_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# Columns of a wide tile that are cleared at a time: all of them would take registers of the loop.
+NARROW = gl.constexpr(64)
 
 
 @gluon.jit
@@ -45,11 +47,18 @@ def clear_rows(tile, first_row, rows, config):
     """
     if config.LENGTHS_Q != NO_LENGTHS:
         if first_row + config.ROWS > rows:
-            D: gl.constexpr = tile.shape[1]
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+            WIDTH: gl.constexpr = tile.shape[1]
+            PART: gl.constexpr = WIDTH if WIDTH <= 2 * NARROW else NARROW
+            layout: gl.constexpr = gl.BlockedLayout(
+                [1, 8], [256 // PART, PART // 8], [4, 1], [1, 0]
+            )
             row = first_row + gl.arange(0, config.ROWS, gl.SliceLayout(1, layout))
-            held = tile.load(layout)
-            tile.store(gl.where((row < rows)[:, None], held, 0.0).to(tile.dtype))
+            for first in gl.static_range(0, WIDTH, PART):
+                part = tile
+                if PART < WIDTH:
+                    part = tile.slice(first, PART, 1)
+                held = part.load(layout)
+                part.store(gl.where((row < rows)[:, None], held, 0.0).to(tile.dtype))
             fence_async_shared()
             partition_barrier()
 

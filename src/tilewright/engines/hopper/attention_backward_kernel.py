@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewright.engines.hopper.attention_backward_consumer import consume
 from tilewright.engines.hopper.attention_backward_parts import PARTS
 from tilewright.engines.hopper.attention_backward_places import gradient_of, problem_of, works
-from tilewright.engines.hopper.attention_backward_producer import produce
+from tilewright.engines.hopper.attention_backward_producer import begin_copies, produce
 from tilewright.engines.hopper.attention_backward_records import (
     KEYS,
     LINE,
@@ -32,13 +32,12 @@ from tilewright.engines.hopper.attention_backward_records import (
     Starts,
 )
 from tilewright.engines.hopper.attention_backward_sums import carry, consume_with_sums
+from tilewright.engines.hopper.barriers import partition_barrier
 
 
 @gluon.jit
 def consume_0(
     q_map,
-    k_map,
-    v_map,
     d_o_map,
     sums,
     lse_parts,
@@ -48,12 +47,16 @@ def consume_0(
     config,
     d_k,
     d_v,
+    d_k_map,
+    d_v_map,
     held_shares,
     arrivals,
 ):
     if works(problem, config):
         if config.MAKES_D_Q:
-            consume_with_sums(memory, problem, config, d_k, d_v, held_shares, arrivals, 0)
+            consume_with_sums(
+                memory, problem, config, d_k, d_v, d_k_map, d_v_map, held_shares, arrivals, 0
+            )
         else:
             consume(memory, problem, config, d_k, d_v, 0)
 
@@ -61,8 +64,6 @@ def consume_0(
 @gluon.jit
 def consume_1(
     q_map,
-    k_map,
-    v_map,
     d_o_map,
     sums,
     lse_parts,
@@ -72,12 +73,16 @@ def consume_1(
     config,
     d_k,
     d_v,
+    d_k_map,
+    d_v_map,
     held_shares,
     arrivals,
 ):
     if works(problem, config):
         if config.MAKES_D_Q:
-            consume_with_sums(memory, problem, config, d_k, d_v, held_shares, arrivals, 1)
+            consume_with_sums(
+                memory, problem, config, d_k, d_v, d_k_map, d_v_map, held_shares, arrivals, 1
+            )
         else:
             consume(memory, problem, config, d_k, d_v, 1)
 
@@ -85,8 +90,6 @@ def consume_1(
 @gluon.jit
 def produce_for(
     q_map,
-    k_map,
-    v_map,
     d_o_map,
     sums,
     lse_parts,
@@ -96,18 +99,18 @@ def produce_for(
     config,
     d_k,
     d_v,
+    d_k_map,
+    d_v_map,
     held_shares,
     arrivals,
 ):
     if works(problem, config):
-        produce(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
+        produce(q_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
 
 
 @gluon.jit
 def carry_for(
     q_map,
-    k_map,
-    v_map,
     d_o_map,
     sums,
     lse_parts,
@@ -117,6 +120,8 @@ def carry_for(
     config,
     d_k,
     d_v,
+    d_k_map,
+    d_v_map,
     held_shares,
     arrivals,
 ):
@@ -126,7 +131,8 @@ def carry_for(
 
 @gluon.jit
 def attention_backward(
-    q_map, k_map, v_map, d_o_map, d_k, d_v, lse, delta, sums, lse_parts, delta_parts,
+    q_map, k_map, v_map, d_o_map, d_k_map, d_v_map, d_k, d_v, lse, delta,
+    sums, lse_parts, delta_parts,
     lengths_q, lengths_q_step, lengths_kv, lengths_kv_step,
     q_starts, q_starts_step, q_unit, d_o_starts, d_o_starts_step, d_o_unit,
     k_starts, k_starts_step, k_unit, v_starts, v_starts_step, v_unit,
@@ -194,11 +200,14 @@ def attention_backward(
     for i in gl.static_range(STAGES_O):
         mbarrier.init(memory.d_o_full.index(i), count=1)
     fence_async_shared()
+    partition_barrier()
+    if works(problem, config):
+        begin_copies(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
     arguments = (
-        q_map, k_map, v_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config,
+        q_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config,
         gradient_of(d_k, d_k_starts, d_k_batch, d_k_head, d_k_row, problem, config),
         gradient_of(d_v, d_v_starts, d_v_batch, d_v_head, d_v_row, problem, config),
-        held_shares, arrivals,
+        d_k_map, d_v_map, held_shares, arrivals,
     )  # fmt: skip
     if MAKES_D_Q:
         gl.warp_specialize(

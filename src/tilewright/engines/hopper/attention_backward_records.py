@@ -60,11 +60,13 @@ class Config:
     SHARES: gl.constexpr
     HAS_END: gl.constexpr
     # Derived: columns of dQ that a consumer makes, all of half of the rows where a tile has two
-    # pieces; whether NaN and infinity in keys that some row does not see could get into dQ; and
-    # whether anything is masked.
+    # pieces; whether NaN and infinity in keys that some row does not see could get into dQ;
+    # whether anything is masked; and whether dK and dV leave by the copy engine: in a packed tensor
+    # other rows follow the last ones, and beside masks of long tiles addresses were spilled.
     COLUMNS: gl.constexpr
     HIDES: gl.constexpr
     MASKS: gl.constexpr
+    COPIES_OUT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -110,7 +112,9 @@ class Config:
         self.HAS_END = gl.constexpr(HAS_END)
         self.COLUMNS = gl.constexpr(DEPTH if ROWS == 128 else DEPTH // 2)
         self.HIDES = gl.constexpr(MAKES_D_Q and (HAS_LEFT or HAS_RIGHT or LENGTHS_KV != 0))
-        self.MASKS = gl.constexpr(HAS_LEFT or HAS_RIGHT or HAS_TAIL or HAS_END)
+        masks = HAS_LEFT or HAS_RIGHT or HAS_TAIL or HAS_END
+        self.MASKS = gl.constexpr(masks)
+        self.COPIES_OUT = gl.constexpr(not RAGGED_KV and not (masks and ROWS == 128))
 
 
 @aggregate

@@ -3,8 +3,8 @@
 A block of 64 rows of one head a program. The workspace holds, in float32,
 
     lse, delta  (B, Hq, padded rows): Stats in base 2, +inf where a row sees nothing; rowsum(dO * O)
-    sums        (B, Hq, padded rows, D): dQ without the scale, in pieces of 64 rows by COLUMNS, each
-                in the order (j, warp, lane, i, e) in which the threads of a product hold it: row
+    sums        (B, Hq, padded rows, D): dQ without the scale, blocks of 64 rows, each in the order
+                (j, warp, lane, i, e) in which the threads of a product hold it: row
                 16 warp + 8 i + lane // 4, column 8 j + 2 (lane % 4) + e.
     lse_parts, delta_parts
                 (B, Hq, padded rows, 16): -Stats / c, c what scores are multiplied by, and -Delta
@@ -104,20 +104,24 @@ def prepare_rows(
             gl.store(sums + (line * padded_rows + first) * DEPTH + along, zeros)
 
 
+@gluon.constexpr_function
+def rows_layout(depth):
+    """(64, depth): 16 rows a warp, eight neighbours a thread, 32 columns of 8 rows at a time."""
+    held = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, n] for n in (32, 64) if n < depth]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(held, lanes, [[16, 0], [32, 0]], [], [64, depth])
+
+
 @gluon.jit
 def finish_rows(
     sums, d_q, lengths_q, lengths_q_step, d_q_starts, d_q_starts_step, d_q_unit,
     scale, rows, padded_rows, heads, d_q_batch, d_q_head, d_q_row,
-    DEPTH: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
-    LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr,
+    DEPTH: gl.constexpr, WIDTH: gl.constexpr, LENGTHS_Q: gl.constexpr, RAGGED_Q: gl.constexpr,
 ):  # fmt: skip
     """dQ = scale * sums, in dQ's type.
 
-    A thread takes the 16 numbers of rows g and g + 8 and of columns 8 j to 8 j + 7.
+    A warp loads its 16 rows as they lie, and turns them by itself into eight neighbours a thread.
     """
-    JS: gl.constexpr = COLUMNS // 8
-    ITEMS: gl.constexpr = BLOCK * DEPTH // 16
-    ITEMS_OF_PIECE: gl.constexpr = BLOCK * COLUMNS // 16
     line, batch, head, first, own = row_block(
         lengths_q, lengths_q_step, rows, padded_rows, heads, LENGTHS_Q
     )
@@ -125,30 +129,24 @@ def finish_rows(
     if RAGGED_Q:
         end = own
     if first < end:
-        held_layout: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
-        item = gl.arange(0, ITEMS, gl.SliceLayout(1, held_layout))
-        at = item // ITEMS_OF_PIECE * (BLOCK * COLUMNS) + item % JS * 512 + item // JS % 32 * 16
-        at = at[:, None] + gl.arange(0, 16, gl.SliceLayout(0, held_layout))[None, :]
-        held = gl.load(sums + (line * padded_rows + first) * DEPTH + at)
-        held = held.reshape([ITEMS, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([ITEMS, 2, 8])
-        layout: gl.constexpr = gl.BlockedLayout([1, 2, 8], [32, 1, 1], [4, 1, 1], [2, 1, 0])
-        value = gl.convert_layout(held, layout, assert_trivial=True) * scale
-        pairs: gl.constexpr = gl.SliceLayout(2, layout)
-        item = gl.arange(0, ITEMS, gl.SliceLayout(1, pairs))[:, None]
-        group = item // JS % 32
-        row = first + group // 8 * 16 + group % 8
-        row = row + 8 * gl.arange(0, 2, gl.SliceLayout(0, pairs))[None, :]
-        column = (item // ITEMS_OF_PIECE * COLUMNS + item % JS * 8)[:, :, None]
-        eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None]
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        along = gl.arange(0, BLOCK * DEPTH, flat)
+        held = gl.load(sums + (line * padded_rows + first) * DEPTH + along)
+        value = (held * scale).to(d_q.dtype.element_ty)
+        value = value.reshape([DEPTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+        layout: gl.constexpr = rows_layout(DEPTH)
+        value = gl.convert_layout(value.reshape([BLOCK, DEPTH]), layout)
+        row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+        column = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))[None, :]
         d_q += elements_before(
             batch, head, d_q_batch, d_q_head, d_q_starts, d_q_starts_step, d_q_unit, RAGGED_Q
         )
-        place = d_q + (row.to(gl.int64) * d_q_row)[:, :, None] + (column + eight)
-        mask = (row < end)[:, :, None] & (column + eight < WIDTH)
+        place = d_q + (row.to(gl.int64) * d_q_row)[:, None] + column
+        mask = (row < end)[:, None] & (column < WIDTH)
         if LENGTHS_Q != NO_LENGTHS and not RAGGED_Q:
             # Rows of padding are 0, also where a key that is not finite made sums NaN.
-            value = gl.where((row < own)[:, :, None], value, 0.0)
-        gl.store(place, value.to(d_q.dtype.element_ty), mask=mask)
+            value = gl.where((row < own)[:, None], value, 0.0)
+        gl.store(place, value, mask=mask)
 
 
 @triton.jit

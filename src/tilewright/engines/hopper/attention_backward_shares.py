@@ -14,13 +14,6 @@ from tilewright.engines.hopper.barriers import partition_barrier
 
 
 @gluon.jit
-def store_gradients(sum_k, sum_v, d_k, d_v, first_own, problem, config, dtype: gl.constexpr):
-    """Store a consumer's dK and dV."""
-    store_gradient(sum_k * problem.scale, d_k, first_own, problem, config.WIDTH, dtype)
-    store_gradient(sum_v, d_v, first_own, problem, config.WIDTH_V, dtype)
-
-
-@gluon.jit
 def places_of(held, sums, share, step: gl.constexpr, CONSUMER: gl.constexpr):
     """Where a consumer's sums of a share are."""
     layout: gl.constexpr = sums.type.layout

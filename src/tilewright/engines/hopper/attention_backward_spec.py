@@ -19,6 +19,7 @@ from tilewright.engines.hopper.operand_rules import (
     require_same_raggedness,
     require_whole_rows,
 )
+from tilewright.engines.hopper.tile_config import padded
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
 from tilewright.graph.tensor import Tensor
@@ -50,6 +51,11 @@ class BackwardSpec(Declared):
     ragged_q: bool
     ragged_kv: bool
     is_deterministic: bool
+
+    @property
+    def width(self) -> int:
+        """The width of the products: that of the wider head size, filled up."""
+        return max(padded(self.depth), padded(self.depth_v))
 
 
 def read_backward(operation: Operation) -> BackwardSpec:

@@ -31,6 +31,7 @@ from tilewright.engines.hopper.attention_backward_consumer import (
     clear_rows,
     is_masked,
 )
+from tilewright.engines.hopper.attention_backward_leaving import leave
 from tilewright.engines.hopper.attention_backward_parts import start_with_parts, units_of
 from tilewright.engines.hopper.attention_backward_places import (
     fresh_zero,
@@ -53,7 +54,7 @@ from tilewright.engines.hopper.attention_backward_records import (
     RELEASE_Q,
     WITH_CARRIER,
 )
-from tilewright.engines.hopper.attention_backward_shares import add_share, store_gradients
+from tilewright.engines.hopper.attention_backward_shares import add_share
 from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait, partition_barrier
 
 
@@ -67,24 +68,35 @@ def reduce_tile(tensor_map, coord, tile, _semantic=None):
 
 
 @gluon.jit
-def clean_keys(memory, config, score_layout: gl.constexpr, CONSUMER: gl.constexpr):
-    """Put 0 for NaN and infinity in this consumer's keys: (1 for a key that had one, any).
-
-    A hidden key must not matter times a 0 in dQ; for rows that see one, P is made NaN.
-    """
+def load_keys(memory, config, CONSUMER: gl.constexpr):
+    """This consumer's keys, and where they are numbers that are finite."""
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // config.DEPTH, config.DEPTH // 8], [4, 1], [1, 0]
     )
-    keys = memory.k.index(CONSUMER)
-    tile = keys.load(layout)
-    is_finite = gl.abs(tile.to(gl.float32)) < float("inf")
+    keys = memory.k.index(CONSUMER).load(layout)
+    return keys, gl.abs(keys.to(gl.float32)) < float("inf")
+
+
+@gluon.jit
+def spoiled_keys(memory, config, score_layout: gl.constexpr, CONSUMER: gl.constexpr):
+    """(1 for a key of this consumer that has NaN or infinity, any)."""
+    _, is_finite = load_keys(memory, config, CONSUMER)
     spoiled = gl.max(gl.where(is_finite, 0, 1), axis=1)
-    any_spoiled = gl.max(spoiled, axis=0)
+    return gl.convert_layout(spoiled, gl.SliceLayout(1, score_layout)), gl.max(spoiled, axis=0)
+
+
+@gluon.jit
+def clean_keys(any_spoiled, memory, config, CONSUMER: gl.constexpr):
+    """Put 0 for NaN and infinity in this consumer's keys.
+
+    A hidden key must not matter times a 0 in dQ; for rows that see one, P is made NaN. Scores of
+    other keys do not depend on it, so that the first ones are made before.
+    """
     if any_spoiled > 0:
-        keys.store(gl.where(is_finite, tile, 0.0).to(tile.dtype))
+        keys, is_finite = load_keys(memory, config, CONSUMER)
+        memory.k.index(CONSUMER).store(gl.where(is_finite, keys, 0.0).to(keys.dtype))
         fence_async_shared()
-    partition_barrier()
-    return gl.convert_layout(spoiled, gl.SliceLayout(1, score_layout)), any_spoiled
+        partition_barrier()
 
 
 @gluon.jit
@@ -208,8 +220,9 @@ def step_with_sums(
 
 @gluon.jit
 def consume_with_sums(
-    memory, problem, config, d_k, d_v, held_shares, arrivals, CONSUMER: gl.constexpr
-):
+    memory, problem, config, d_k, d_v, d_k_map, d_v_map, held_shares, arrivals,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
     """A consumer that makes its share of dQ too: 64 keys against every tile of rows."""
     D: gl.constexpr = config.DEPTH
     ROWS: gl.constexpr = config.ROWS
@@ -227,17 +240,19 @@ def consume_with_sums(
     low, high = row_tiles(problem, config)
     low_open, high_open = open_tiles(low, high, problem, config)
     mbarrier.wait(memory.keys_full.index(0), 0)
-    spoiled = key * 0
-    any_spoiled = low * 0
-    if config.HIDES:
-        spoiled, any_spoiled = clean_keys(memory, config, score_layout, CONSUMER)
     tile = low
     mbarrier.wait(memory.q_full.index(0), 0)
     q = memory.q.index(0)
     clear_rows(q, turned(tile, low, high, config) * ROWS, problem.rows, config)
     units = units_of(KEYS, score_layout, dtype)
     token = start_with_parts(memory.k.index(CONSUMER), q, memory.lse.index(0), units, zero)
+    spoiled = key * 0
+    any_spoiled = low * 0
+    if config.HIDES:
+        spoiled, any_spoiled = spoiled_keys(memory, config, score_layout, CONSUMER)
     scores = warpgroup_mma_wait(0, deps=(token,))
+    if config.HIDES:
+        clean_keys(any_spoiled, memory, config, CONSUMER)
     steps = (high - low) * problem.group
     for step in range(steps - 1):
         next_tile = tile + 1
@@ -261,9 +276,15 @@ def consume_with_sums(
                 CONSUMER,
             )  # fmt: skip
         else:
-            store_gradients(acc_k, acc_v, d_k, d_v, first_own, problem, config, dtype)
+            leave(
+                acc_k, acc_v, d_k, d_v, d_k_map, d_v_map, first_own, memory, problem, config,
+                dtype, CONSUMER,
+            )  # fmt: skip
     else:
-        store_gradients(acc_k, acc_v, d_k, d_v, first_own, problem, config, dtype)
+        leave(
+            acc_k, acc_v, d_k, d_v, d_k_map, d_v_map, first_own, memory, problem, config, dtype,
+            CONSUMER,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ import torch
 import tilewright as tw
 from tilewright.engines.hopper import attention_backward
 from tilewright.engines.hopper.attention_backward_balance import divide, heads_together
+from tilewright.engines.hopper.attention_backward_workspace import lay_out
 
 MULTIPROCESSORS = 132
 needs_hopper = pytest.mark.skipif(
@@ -96,6 +97,27 @@ def test_five_heads_of_thirty_two_leave_a_group_of_two() -> None:
     lengths = [(8192 - first) // 64 for first in range(0, 8192, 128)]
     assert idle_share(5, 32, lengths) > 0.04
     assert heads_together(5, 32, lengths, MULTIPROCESSORS) == 4
+
+
+@pytest.mark.L0
+def test_the_workspace_has_what_a_pass_needs() -> None:
+    found = lay_out(256, 64, 128, has_sums=True, sharing=3, keys=128)
+    assert list(found.sizes) == [
+        "lse",
+        "delta",
+        "sums",
+        "lse_parts",
+        "delta_parts",
+        "shares",
+        "arrivals",
+    ]
+    assert found.sizes["sums"] == 4 * 256 * 64
+    assert found.sizes["shares"] == 4 * 3 * 128 * (64 + 128)
+    assert found.sizes["arrivals"] == 4 * 2 * 3, "one a consumer"
+    assert found.at("arrivals") >= found.at("shares") + found.sizes["shares"]
+    alone = lay_out(256, 64, 128, has_sums=False, sharing=0, keys=128)
+    assert list(alone.sizes) == ["lse", "delta"]
+    assert alone.at("sums") == 0, "nobody looks there"
 
 
 @pytest.mark.L0
