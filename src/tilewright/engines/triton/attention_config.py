@@ -231,8 +231,9 @@ def keeps_level(spec: AttentionSpec, config: ForwardConfig) -> bool:
     """True if programs of few registers make a row's weights at one level (``attention_level``)."""
     if config.max_registers is None or config.block_n not in (64, 128) or not is_plain(spec):
         return False
-    # float16 ends at 2**16; and who asks for the greatest score gets it.
-    if spec.data_type is not DataType.BFLOAT16 or "score_max" in spec.ports:
+    # float16 ends at 2**16; who asks for the greatest score gets it, and sums are given beside it.
+    asks = any(port in spec.ports for port in ("score_max", "score_sum_exp"))
+    if spec.data_type is not DataType.BFLOAT16 or asks:
         return False
     # What looks for rows that were noted takes as long as some blocks, and is there under a band.
     return spec.is_banded or spec.keys >= MIN_KEYS_AT_A_LEVEL

@@ -11,6 +11,7 @@ import torch
 from attention_cases.case import Case
 from attention_cases.running import Declared
 
+import tilewright as tw
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton import attention, attention_config
 from tilewright.engines.triton.attention_config import ForwardConfig, choose_config, keeps_level
@@ -98,3 +99,17 @@ def test_a_level_is_kept_where_weights_have_room_and_nobody_asks_for_the_greates
         config = choose_config(spec, 132)
         assert config.is_in_order
         assert keeps_level(spec, config) is keeps, case
+
+
+@pytest.mark.parametrize("port", ["score_max", "score_sum_exp"])
+def test_no_level_is_kept_where_one_of_what_goes_with_the_greatest_score_is_asked_for(
+    port: str,
+) -> None:
+    # The sum is that of exp(S - max): at another level it is another number.
+    graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
+    q, k, v = (graph.tensor((1, 2, 2048, 64), name=name) for name in "qkv")
+    asked = graph.tensor((1, 2, 2048, 1), data_type="float32", name=port).set_output(True)
+    graph.sdpa(q, k, v, attn_scale=0.125, **{port: asked})[0].set_output(True)
+    graph.validate()
+    spec = read_spec(graph.operations[0])
+    assert not keeps_level(spec, choose_config(spec, 132))
