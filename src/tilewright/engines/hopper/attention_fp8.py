@@ -56,10 +56,10 @@ class AttentionConfig(TileConfig):
 
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
-    is_wide = padded(spec.depth) == 128
-    # Narrower heads have not been timed with two.
-    is_soon_done = is_wide and spec.right is not None and spec.keys <= _SHORT
-    return AttentionConfig(warpgroups=2 if is_soon_done else 3, stages=2 if is_wide else 3)
+    is_soon_done = spec.right is not None and spec.keys <= _SHORT
+    return AttentionConfig(
+        warpgroups=2 if is_soon_done else 3, stages=2 if padded(spec.depth) == 128 else 3
+    )
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:

@@ -141,12 +141,14 @@ def test_maxima_are_zeroed_first_and_only_if_somebody_asked() -> None:
 
 @pytest.mark.L0
 def test_tiles_follow_the_lengths_and_the_knobs_tell_them() -> None:
-    # Short tiles of wide heads under a right bound go to two consumers.
+    # Short tiles under a right bound go to two consumers.
     for width, keys, causal, rows in (
         (128, 2048, True, 128),
         (128, 2056, True, 192),
         (128, 512, False, 192),
-        (64, 2048, True, 192),
+        (64, 2048, True, 128),
+        (64, 2056, True, 192),
+        (64, 512, False, 192),
     ):
         dims = ((2, 4, keys, width),) * 3
         (proposal,) = attention_fp8.propose(declare(dims=dims, use_causal_mask=causal), 132)
