@@ -40,7 +40,7 @@ from tilewright.launch.prepared import Constant
 _SLAB = 64
 # Named barriers of a program.
 _BARRIERS = 16
-# Keys up to which tiles under a right bound go to two consumers.
+# Keys up to which tiles under a right bound go to two consumers that are made for few blocks.
 _SHORT = 2048
 # Registers a thread of a consumer and of the producer, by warpgroups of consumers.
 _CONSUMER_REGISTERS = {2: 232, 3: 160}
@@ -49,16 +49,23 @@ _PRODUCER_REGISTERS = {2: 40, 3: 32}
 
 @dataclass(frozen=True)
 class AttentionConfig(TileConfig):
-    """How a tile is cut: see the constants of ``attention_fp8_kernel``."""
+    """How a tile is cut: see the constants of ``attention_fp8_kernel``.
+
+    ``is_long``: what two consumers run is made for many blocks of keys a tile.
+    """
 
     warpgroups: int = 3
+    is_long: bool = False
 
 
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
-    is_soon_done = spec.right is not None and spec.keys <= _SHORT
+    is_wide = padded(spec.depth) == 128
+    is_short = spec.keys <= _SHORT
+    is_long = is_wide and not is_short
+    has_two = is_long or (is_short and spec.right is not None)
     return AttentionConfig(
-        warpgroups=2 if is_soon_done else 3, stages=2 if padded(spec.depth) == 128 else 3
+        warpgroups=2 if has_two else 3, stages=2 if is_wide else 3, is_long=is_long
     )
 
 
@@ -107,6 +114,7 @@ def plan_with(
         ("DEPTH", depth),
         ("DEPTH_V", depth_v),
         ("WARPGROUPS", config.warpgroups),
+        ("IS_LONG", config.is_long and config.warpgroups == 2),
         ("STAGES", config.stages),
         ("Q_SLOTS", config.q_slots),
         ("BY_COST", config.by_cost and cost_grows(spec)),

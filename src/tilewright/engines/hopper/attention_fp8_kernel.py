@@ -5,8 +5,9 @@
 
 where P8 is P rounded to E4M3 (``attention_fp8_consumer`` tells at which scale). Four warps copy Q,
 K and V and transpose V in shared memory (``attention_fp8_producer``); three consumers of four warps
-(``attention_fp8_consumer``), or two (``attention_fp8_pair``), each own 64 rows of a tile. Tiles are
-dealt as in ``attention_kernel``.
+(``attention_fp8_consumer``), or two (``attention_fp8_pair`` where bands are short,
+``attention_fp8_long`` where wide heads are long), each own 64 rows of a tile. Tiles are dealt as in
+``attention_kernel``.
 
 Source: Shah et al. 2024.
 """
@@ -16,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewright.engines.hopper.attention_fp8_consumer import consume_0, consume_1, consume_2
+from tilewright.engines.hopper.attention_fp8_long import consume_long_first, consume_long_second
 from tilewright.engines.hopper.attention_fp8_pair import consume_first, consume_second
 from tilewright.engines.hopper.attention_fp8_producer import produce
 from tilewright.engines.hopper.attention_fp8_records import (
@@ -96,6 +98,7 @@ def attention_fp8_forward(
     DEPTH: gl.constexpr,
     DEPTH_V: gl.constexpr,
     WARPGROUPS: gl.constexpr,
+    IS_LONG: gl.constexpr,
     STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
     BY_COST: gl.constexpr,
@@ -207,11 +210,21 @@ def attention_fp8_forward(
             [4, 4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+    elif IS_LONG:
+        gl.warp_specialize(
+            [
+                (consume_long_first, arguments),
+                (consume_long_second, arguments),
+                (produce, arguments),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
     else:
         gl.warp_specialize(
             [(consume_first, arguments), (consume_second, arguments), (produce, arguments)],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-        if REPAIRS:
-            repair_all(memory, problem, tiling, features)
+    if WARPGROUPS == 2 and REPAIRS:
+        repair_all(memory, problem, tiling, features)

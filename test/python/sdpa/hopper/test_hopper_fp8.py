@@ -141,14 +141,15 @@ def test_maxima_are_zeroed_first_and_only_if_somebody_asked() -> None:
 
 @pytest.mark.L0
 def test_tiles_follow_the_lengths_and_the_knobs_tell_them() -> None:
-    # Short tiles under a right bound go to two consumers.
+    # Short tiles under a right bound go to two consumers, and long ones of wide heads.
     for width, keys, causal, rows in (
         (128, 2048, True, 128),
-        (128, 2056, True, 192),
-        (128, 512, False, 192),
+        (128, 2056, True, 128),
+        (128, 2056, False, 128),
+        (128, 2048, False, 192),
         (64, 2048, True, 128),
         (64, 2056, True, 192),
-        (64, 512, False, 192),
+        (64, 2048, False, 192),
     ):
         dims = ((2, 4, keys, width),) * 3
         (proposal,) = attention_fp8.propose(declare(dims=dims, use_causal_mask=causal), 132)
@@ -185,13 +186,13 @@ made = []
 original = triton.compile
 triton.compile = lambda *a, **k: made.append(original(*a, **k)) or made[-1]
 results = []
-for depth, causal, out in json.loads(sys.argv[1]):
+for depth, causal, out, keys in json.loads(sys.argv[1]):
     graph = tw.Graph(
         io_data_type=tw.data_type.FP8_E4M3,
         intermediate_data_type="float32",
         handle=tw.create_handle("cpu"),
     )
-    q, k, v = (graph.tensor((1, 4, 1024, depth)) for _ in range(3))
+    q, k, v = (graph.tensor((1, 4, keys, depth)) for _ in range(3))
     scales = [graph.tensor((1, 1, 1, 1), data_type="float32") for _ in SCALES]
     o, stats, *maxima = graph.sdpa_fp8(
         q, k, v, *scales, generate_stats=causal, use_causal_mask=causal
@@ -228,7 +229,7 @@ print(json.dumps(results))
 """
 
 
-def check_compiled(cases: list[tuple[int, bool, str]]) -> None:
+def check_compiled(cases: list[tuple[int, bool, str, int]]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     child = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(cases)],
@@ -258,10 +259,17 @@ def check_compiled(cases: list[tuple[int, bool, str]]) -> None:
 @pytest.mark.L0
 def test_a_kernel_compiles_for_sm90_and_is_called_as_compiled() -> None:
     # B18; and the tensor maps move what the compiled copies expect.
-    check_compiled([(128, False, "BFLOAT16")])
+    check_compiled([(128, False, "BFLOAT16", 4096)])
 
 
 @pytest.mark.L1
 def test_all_kernels_compile_for_sm90_and_are_called_as_compiled() -> None:
-    cases = [(128, True, "FP8_E4M3"), (64, True, "HALF"), (64, False, "FP8_E4M3")]
+    cases = [
+        (128, True, "FP8_E4M3", 1024),
+        (128, False, "BFLOAT16", 1024),
+        (128, True, "FP8_E4M3", 4096),
+        (64, True, "HALF", 1024),
+        (64, True, "HALF", 4096),
+        (64, False, "FP8_E4M3", 1024),
+    ]
     check_compiled(cases)

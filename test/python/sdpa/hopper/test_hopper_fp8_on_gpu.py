@@ -8,6 +8,7 @@ rounding is exact, so is the result.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -219,6 +220,27 @@ def check(tensors: Tensors, band: Any = NO_BAND, *, log2: bool = False) -> dict[
     }
 
 
+# Consumers, and whether they are made for many blocks.
+TILES = [(2, False), (2, True), (3, False)]
+
+
+def force(monkeypatch: pytest.MonkeyPatch, warpgroups: int, is_long: bool) -> None:
+    """Have every plan use such consumers, whatever the lengths."""
+    choose = attention_fp8.choose_config
+    monkeypatch.setattr(
+        attention_fp8,
+        "choose_config",
+        lambda spec: replace(choose(spec), warpgroups=warpgroups, is_long=is_long),
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["chosen", "long"])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles as the lengths choose them, and those of long ones."""
+    if request.param:
+        force(monkeypatch, 2, True)
+
+
 # Sizes, bands and types of O are kernels of their own, which take seconds to compile: the smoke run
 # has few.
 EACH_SIZE = pytest.mark.parametrize(
@@ -239,6 +261,7 @@ EXTENTS = [
 
 @EACH_SIZE
 @pytest.mark.parametrize("band", [NO_BAND, CAUSAL], ids=str)
+@pytest.mark.usefixtures("tile")
 def test_every_extent(size: int, band: Any) -> None:
     # Tails of both sides, rows that see nothing, grouped heads, both layouts.
     for number, extents in enumerate(EXTENTS):
@@ -251,6 +274,7 @@ def test_every_extent(size: int, band: Any) -> None:
 @pytest.mark.L1
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.usefixtures("tile")
 def test_every_band_at_every_extent(band: Any, out: torch.dtype) -> None:
     for number, extents in enumerate(EXTENTS):
         tensors = draw(number, (4, 4 >> number % 3), extents, out=out)
@@ -267,6 +291,7 @@ def test_every_band_at_every_extent(band: Any, out: torch.dtype) -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("tile")
 def test_equal_scores_average_the_values_and_lone_ones_pick_them(
     out: torch.dtype,
 ) -> None:
@@ -291,23 +316,20 @@ def test_equal_scores_average_the_values_and_lone_ones_pick_them(
     assert torch.equal(tensors["o"].double(), picked)
 
 
-def force(monkeypatch: pytest.MonkeyPatch, warpgroups: int) -> None:
-    """Have every plan use so many consumers, whatever the lengths."""
-    choose = attention_fp8.choose_config
-    monkeypatch.setattr(
-        attention_fp8, "choose_config", lambda spec: replace(choose(spec), warpgroups=warpgroups)
-    )
-
-
 @pytest.mark.parametrize(
     "band",
-    [pytest.param(CAUSAL, marks=pytest.mark.L0), pytest.param(NO_BAND, marks=pytest.mark.L1)],
+    [
+        pytest.param(CAUSAL, marks=pytest.mark.L0),
+        pytest.param(NO_BAND, marks=pytest.mark.L1),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("warpgroups", [2, 3])
-def test_every_tile(warpgroups: int, band: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("warpgroups", "is_long"), TILES)
+def test_every_tile(
+    warpgroups: int, is_long: bool, band: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Lengths choose among tiles; each is right for all.
-    force(monkeypatch, warpgroups)
+    force(monkeypatch, warpgroups, is_long)
     for number, extents in enumerate([*EXTENTS, (2048, 2048)]):
         tensors = draw(number, (4, 4 >> number % 3), extents)
         graph = declare(tensors, band)
@@ -329,6 +351,7 @@ def test_head_sizes_between_the_kernels(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.L1
+@pytest.mark.usefixtures("tile")
 def test_sinks_join_the_denominator() -> None:
     for band in (NO_BAND, (None, 10, "bottom_right")):
         tensors = draw(4, (4, 2), (400, 200))
@@ -346,6 +369,7 @@ def test_sinks_join_the_denominator() -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("tile")
 def test_lengths_hide_what_lies_behind_them(band: Any) -> None:
     # NaN behind a length reaches nothing, and the maxima are of what rows see.
     tensors = draw(5, (4, 2), (300, 400), batch=3)
@@ -370,6 +394,7 @@ def test_lengths_hide_what_lies_behind_them(band: Any) -> None:
 
 
 @pytest.mark.L0
+@pytest.mark.usefixtures("tile")
 def test_many_tiles_a_program_and_growing_maxima() -> None:
     # More tiles than programs, more blocks than stages, and keys that grow.
     for factor in (1.0, 8.0):
@@ -381,6 +406,29 @@ def test_many_tiles_a_program_and_growing_maxima() -> None:
             check(tensors, band)
 
 
+@pytest.mark.L0
+@pytest.mark.parametrize("turned", [False, True])
+def test_maxima_that_grow_by_little_and_by_much(
+    turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, 2, True)
+    # Where a score is 2^2.8 above the maximum of before, probabilities are made anew.
+    tensors = draw(11, (4, 2), (192, 512))
+    level = torch.arange(512, device="cuda") // 64
+    level = level if turned else 7 - level
+    for name, values in (("q", torch.ones_like(level[:192])), ("k", level)):
+        made = torch.zeros(tensors[name].shape, device="cuda")
+        made[..., 0] = values
+        tensors[name].copy_(made.to(FP8))
+    graph = declare(tensors)
+    for step in (0.4, 1.4, 2.7, 2.9, 6.0, 40.0, 200.0):
+        # In powers of two, from one level to the next.
+        scale = SCALES["descale_q"] * 128**-0.5 / math.log(2.0)
+        tensors["descale_k"].fill_(step / scale)
+        graph.execute(tensors)
+        check(tensors)
+
+
 @pytest.mark.parametrize(
     "band",
     [
@@ -390,6 +438,7 @@ def test_many_tiles_a_program_and_growing_maxima() -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("tile")
 def test_every_run_gives_the_same_bits(band: Any) -> None:
     # Nothing here is summed in an order of chance, so a difference is a race.
     for extents in ((300, 333), (400, 200), (1024, 1024)):
@@ -540,12 +589,12 @@ def test_a_tail_reads_no_other_head_and_counts_in_no_maximum() -> None:
 
 
 @EACH_SIZE
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize(("warpgroups", "is_long"), TILES)
 def test_what_a_hidden_key_or_value_holds_reaches_no_row(
-    size: int, warpgroups: int, monkeypatch: pytest.MonkeyPatch
+    size: int, warpgroups: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A probability of 0 times NaN is NaN: such tiles are computed again.
-    force(monkeypatch, warpgroups)
+    force(monkeypatch, warpgroups, is_long)
     tensors = draw(14, (2, 2), (600, 600), (size, size), batch=1)
     clean = {name: tensor.clone() for name, tensor in tensors.items()}
     at = 300

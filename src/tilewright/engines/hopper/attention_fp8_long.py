@@ -1,0 +1,156 @@
+"""A consumer of FP8 attention where it is long: four warps that make 64 rows of every tile.
+
+There are two. Block by block they multiply keys with Q, which stays in registers, make
+probabilities by maxima of before, and multiply values with them (``attention_fp8_blocks``). Hidden
+NaN are repaired when both are done.
+
+Probabilities are rounded to E4M3 in registers (``attention_fp8_softmax`` tells at which scale). A
+row's sum is only known when its last block is done, so what is rounded is not the normalized
+probability; both have the same three bits of mantissa. Sums of a row are of the unrounded ones.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilewright.engines.hopper.attention_fp8_blocks import tile_sums
+from tilewright.engines.hopper.attention_fp8_consumer import leave
+from tilewright.engines.hopper.attention_fp8_repair import (
+    INFINITY_BITS,
+    magnitudes,
+    note_spoiled,
+)
+from tilewright.engines.hopper.attention_fp8_softmax import EXPONENT, UNIT
+from tilewright.engines.hopper.attention_places import (
+    count_tiles,
+    element,
+    next_step,
+    place_of,
+)
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_softmax import LN2, LOG2E, MINUS_INFINITY
+from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
+
+
+@gluon.jit
+def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, problem, features):
+    """(O in float32 before scale_o, the largest probability so far); Stats are stored.
+
+    ``factor`` is what a sum of rounded probabilities times V is still to be multiplied by.
+    """
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = first + gl.arange(0, ROWS, layout)
+    total = gl.convert_layout(gl.sum(total, 1), layout) * UNIT
+    peak = gl.convert_layout(gl.max(peak, 1), layout).to(gl.float32, bitcast=True) * UNIT
+    shift = gl.convert_layout(gl.max(bias, 1), layout) + EXPONENT
+    scaled = 1.0
+    if features.HAS_SINK:
+        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
+        new_shift = gl.maximum(shift, sink)
+        scaled = gl.exp2(shift - new_shift)
+        total = total * scaled + gl.exp2(sink - new_shift)
+        shift = new_shift
+    empty = total == 0.0
+    end = problem.rows
+    if features.LENGTHS_Q != NO_LENGTHS:
+        empty = empty | (rows >= sequence.rows)
+    if features.HAS_STATS:
+        stats = shift + gl.log2(total)
+        if not features.STATS_LOG2:
+            stats = stats * LN2
+        at = problem.stats.pointer + element(
+            problem.stats, place.batch, place.head, place.head * 0, False
+        )
+        gl.store(
+            at + rows.to(gl.int64) * problem.stats.row,
+            gl.where(empty, MINUS_INFINITY, stats),
+            mask=rows < end,
+        )
+    gain = gl.where(empty, 0.0, scaled / total)
+    # Rows of padding may hold NaN.
+    largest = gl.where(empty | (rows >= end), 0.0, gain * peak)
+    peak_s = gl.maximum(peak_s, largest.to(gl.int32, bitcast=True))
+    out = acc * (gain * factor)[:, None]
+    if features.LENGTHS_Q != NO_LENGTHS:
+        # What rows of padding hold, NaN included, does not matter.
+        out = gl.where(empty[:, None], 0.0, out)
+    return out, peak_s
+
+
+@gluon.jit
+def consume_long(
+    q_map,
+    k_map,
+    v_map,
+    o_map,
+    memory,
+    problem,
+    tiling,
+    features,
+    WARPGROUP: gl.constexpr,
+):
+    """A consumer: 64 rows of every tile."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
+    )
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout, k_width=4)
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
+    )
+    of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
+    SLOTS: gl.constexpr = tiling.Q_SLOTS
+    peak_s = gl.zeros([ROWS], gl.int32, of_row)
+    peak_o = gl.zeros([ROWS], gl.int32, of_row)
+    spoiled = peak_o
+    block = 0
+    if WARPGROUP == 1:
+        # The first turn is the other's.
+        barrier_arrive(tiling.T_BARRIER, "256")
+    count = count_tiles(problem, tiling, features)
+    step = next_step(0, problem, tiling, features)
+    for number in range(count):
+        place, sequence = place_of(step, problem, tiling, features)
+        first = place.first + WARPGROUP * ROWS
+        slot = number % SLOTS
+        mbarrier.wait(memory.q_full.index(slot), (number // SLOTS) & 1)
+        q = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP).load(q_layout)
+        acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
+        acc, bias, total, peak, block = tile_sums(
+            q, acc, place, first, block, sequence, memory, problem, tiling, features, WARPGROUP
+        )
+        if number + SLOTS < count:
+            barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
+        factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)
+        out, peak_s = finish(
+            acc, bias, total, peak, factor * UNIT, peak_s, place, first, sequence, problem,
+            features,
+        )  # fmt: skip
+        rows = first + gl.arange(0, ROWS, of_row)
+        found = magnitudes(out, rows, problem.rows)
+        if features.REPAIRS:
+            # Tiles that are not finite are looked at once more when all are done.
+            spoiled = gl.maximum(spoiled, found)
+            found = gl.where(found > INFINITY_BITS, 0, found)
+        peak_o = gl.maximum(peak_o, found)
+        leave(out, gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+        step = next_step(step + 1, problem, tiling, features)
+    if WARPGROUP == 0:
+        # A turn that nobody takes: no barrier is left half joined.
+        barrier_wait(tiling.T_BARRIER, "256")
+    tma.store_wait(0)
+    if features.REPAIRS:
+        note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))
+    if features.HAS_AMAX_S:
+        gl.atomic_max(problem.amax_s, gl.max(peak_s, 0))
+    if features.HAS_AMAX_O:
+        gl.atomic_max(problem.amax_o, gl.max(peak_o, 0))
+
+
+@gluon.jit
+def consume_long_first(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume_long(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 0)
+
+
+@gluon.jit
+def consume_long_second(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume_long(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
