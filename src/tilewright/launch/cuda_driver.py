@@ -15,6 +15,9 @@ from tilewright.errors import LaunchError, NotSupportedError
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_CARVEOUT_PERCENT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_WIDE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+# Programs of a cluster that every device of SM90 and newer takes.
+MAX_PORTABLE_CLUSTER = 8
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # Above this a kernel has to ask for its shared memory.
 _DEFAULT_SHARED_BYTES = 48 * 1024
@@ -137,6 +140,17 @@ class Module:
                 )
         self.function: int = function.value or 0
         self.name = name
+
+
+def allow_wide_clusters(function: int, name: str) -> None:
+    """Let launches of a kernel have clusters of more than MAX_PORTABLE_CLUSTER programs.
+
+    Raises:
+        LaunchError: if the driver refuses.
+    """
+    handle = ctypes.c_void_p(function)
+    status = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
+    check(status, f"kernel {name!r}: clusters of more than {MAX_PORTABLE_CLUSTER} programs")
 
 
 @contextlib.contextmanager

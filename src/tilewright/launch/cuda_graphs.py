@@ -13,7 +13,12 @@ from typing import Any
 
 from tilewright.errors import BindingError
 from tilewright.launch.cuda_driver import check, driver
-from tilewright.launch.driver_launch import device_context
+from tilewright.launch.driver_launch import (
+    KernelCall,
+    LaunchAttribute,
+    cluster_attributes,
+    device_context,
+)
 from tilewright.launch.kernel_frames import BoundLaunch, BoundPlan
 
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
@@ -79,6 +84,7 @@ def populate(bound: BoundPlan, cuda_graph: int, device_index: int) -> None:
                 )
                 check(status, f"kernel {launch.call.name!r}: adding its node")
                 added.append(node)
+                _set_cluster(node, launch.call)
     except BaseException:
         for node in added:
             driver().cuGraphDestroyNode(node)
@@ -110,6 +116,14 @@ def update(
                     ctypes.c_void_p(instance), node, ctypes.byref(params)
                 )
                 check(status, f"kernel {launch.call.name!r}: updating its node in an instance")
+
+
+def _set_cluster(node: ctypes.c_void_p, call: KernelCall) -> None:
+    for told in cluster_attributes(call.cluster):
+        status = driver().cuGraphKernelNodeSetAttribute(
+            node, told.id, ctypes.byref(told, LaunchAttribute.value.offset)
+        )
+        check(status, f"kernel {call.name!r}: the cluster of its node")
 
 
 def _params(launch: BoundLaunch) -> KernelNodeParams:

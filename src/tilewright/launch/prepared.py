@@ -99,7 +99,8 @@ class KernelLaunch:
     ``types`` are the argument types in the kernel's order (Triton's spelling, "*bf16" for a
     pointer), ``arguments`` what goes there; ``function`` is the driver's handle. A tensor map is
     three things in the block: the map itself, its extents, and its steps in elements. With
-    ``is_early`` it may start before the kernel in front of it in the stream has ended.
+    ``is_early`` it may start before the kernel in front of it in the stream has ended; ``cluster``
+    programs along the grid's first axis run at the same time.
     """
 
     def __init__(
@@ -113,9 +114,11 @@ class KernelLaunch:
         arguments: Sequence[Argument],
         *,
         is_early: bool = False,
+        cluster: int = 1,
     ) -> None:
         self.name = name
-        self.call = KernelCall(name, function, grid, threads, shared_bytes, is_early=is_early)
+        geometry = (grid, threads, shared_bytes)
+        self.call = KernelCall(name, function, *geometry, is_early=is_early, cluster=cluster)
         # Triton's own two trailing pointers, global and profile scratch, are null.
         types, self.arguments = _expanded(types, arguments)
         formats = [*("Q" if kind.startswith("*") else _FORMATS[kind] for kind in types), "Q", "Q"]

@@ -20,7 +20,11 @@ from tilewright.errors import LaunchError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.binder import Binder, Binding
 from tilewright.launch.context import outside_modes
-from tilewright.launch.cuda_driver import load_module
+from tilewright.launch.cuda_driver import (
+    MAX_PORTABLE_CLUSTER,
+    allow_wide_clusters,
+    load_module,
+)
 from tilewright.launch.direct import DirectCalls
 from tilewright.launch.kernel_frames import BlockPool, BoundPlan, KernelFrame, launch_on
 from tilewright.launch.prepared import KernelLaunch, require_grid
@@ -152,7 +156,9 @@ def _resolved(plan: KernelPlan, codes: _LateCodes, *, is_now: bool, is_whole: bo
         digest = codes.make(kernel.spec) if is_now else codes.note(kernel.spec)
         types = tuple(kind for _, kind in kernel.spec.types)
         kernels.append(
-            ResolvedKernel(digest, types, kernel.grid, kernel.arguments, kernel.is_early)
+            ResolvedKernel(
+                digest, types, kernel.grid, kernel.arguments, kernel.is_early, kernel.cluster
+            )
         )
     behind = None
     if plan.fallback is not None:
@@ -225,6 +231,8 @@ class _StoredCodes(dict[str, KernelCode]):
 
 def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> KernelLaunch:
     module = load_module(kernel.digest, code.image, code.name, code.shared_bytes, device_index)
+    if kernel.cluster > MAX_PORTABLE_CLUSTER:
+        allow_wide_clusters(module.function, code.name)
     return KernelLaunch(
         code.name,
         module.function,
@@ -234,4 +242,5 @@ def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> Kernel
         kernel.types,
         kernel.arguments,
         is_early=kernel.is_early,
+        cluster=kernel.cluster,
     )

@@ -32,13 +32,15 @@ class PlannedKernel:
     """One launch of a plan. ``arguments`` follow ``spec.types``.
 
     ``is_early``: it may start before the kernel in front of it has ended, for which it waits
-    itself (SM90 and newer).
+    itself (SM90 and newer). ``cluster``: so many programs that follow one another along the grid's
+    first axis run at the same time and reach one another's shared memory (SM90 and newer).
     """
 
     spec: KernelSpec
     grid: tuple[int, int, int]
     arguments: tuple[Argument, ...]
     is_early: bool = False
+    cluster: int = 1
 
 
 @record(frozen=True)

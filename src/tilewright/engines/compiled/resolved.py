@@ -19,7 +19,7 @@ Codes = Mapping[str, KernelCode]
 class ResolvedKernel:
     """One launch: the digest of its code, Triton's types of its arguments, and what goes there.
 
-    ``is_early`` as in ``PlannedKernel``.
+    ``is_early`` and ``cluster`` as in ``PlannedKernel``.
     """
 
     digest: str
@@ -27,6 +27,7 @@ class ResolvedKernel:
     grid: tuple[int, int, int]
     arguments: tuple[Argument, ...]
     is_early: bool = False
+    cluster: int = 1
 
 
 @record(frozen=True)
@@ -58,6 +59,7 @@ class ResolvedPlan:
                     "grid": list(kernel.grid),
                     "arguments": [_encoded(argument) for argument in kernel.arguments],
                     "is_early": kernel.is_early,
+                    "cluster": kernel.cluster,
                 }
                 for kernel in self.kernels
             ],
@@ -80,6 +82,7 @@ def plan_of(document: Any) -> ResolvedPlan:
             _grid(kernel["grid"]),
             tuple(_decoded(argument) for argument in kernel["arguments"]),
             bool(kernel["is_early"]),
+            int(kernel["cluster"]),
         )
         for kernel in document["kernels"]
     )

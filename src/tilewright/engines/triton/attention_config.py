@@ -66,7 +66,7 @@ class ForwardConfig:
     where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
     ``programs``: multiprocessors for the kernel whose warp groups load or compute; 0 is another.
     ``max_registers`` limits a thread's. ``is_direct``: keys and values of few queries go straight
-    into registers.
+    into registers. ``is_joined``: so they do, and the programs of a key head join their sums.
     """
 
     block_m: int
@@ -81,6 +81,7 @@ class ForwardConfig:
     max_registers: int | None = None
     sharing: Sharing | None = None
     is_direct: bool = False
+    is_joined: bool = False
 
     @property
     def is_specialized(self) -> bool:
@@ -110,8 +111,11 @@ class ForwardConfig:
             stages=knobs.get(knob_type.STAGES, self.stages),
             splits=knobs.get(knob_type.SPLIT_K, self.splits),
         )
-        if made.is_direct and (made.block_n, made.warps) != (DIRECT_BLOCK, 1):
-            made = replace(made, is_direct=False)
+        if made.is_direct:
+            as_joined = (made.block_n, made.warps, made.splits)
+            is_joined = made.is_joined and as_joined == (DIRECT_BLOCK, self.warps, self.splits)
+            is_direct = is_joined or (made.block_n, made.warps) == (DIRECT_BLOCK, 1)
+            made = replace(made, is_direct=is_direct, is_joined=is_joined)
         is_tile = made.warps == GROUP_WARPS and made.block_m == 2 * GROUP_ROWS
         is_dealt = is_tile and self.programs > 0 and made.stages <= MAX_DEALT_STAGES
         if not made.has_maps or (is_dealt and (knob_type.ROW_BLOCK in knobs or not knobs)):

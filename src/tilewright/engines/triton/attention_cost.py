@@ -26,7 +26,11 @@ from tilewright.engines.triton.attention_config import (
     power_of_two,
     takes_many_tiles,
 )
-from tilewright.engines.triton.attention_decode_config import choose_decode_config, direct_programs
+from tilewright.engines.triton.attention_decode_config import (
+    JOINED_PROGRAMS_A_MULTIPROCESSOR,
+    choose_decode_config,
+    direct_programs,
+)
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.graph.enums import knob_type
 
@@ -69,6 +73,7 @@ class DeviceFacts:
     order_us: float = 7.0
     combine_us: float = 4.2
     combine_run_us: float = 0.23
+    join_us: float = 1.5
 
 
 DEVICE_FACTS: tuple[DeviceFacts, ...] = (
@@ -146,7 +151,9 @@ def _few_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts)
     read = units * min(spec.keys, turns * config.splits * config.block_n) * _bytes_a_key(spec)
     total = facts.launch_us + facts.start_us
     total += max(rounds * turns * _turn_us(spec, config, facts, 1), _read_us(read, facts))
-    if config.splits > 1:
+    if config.is_joined:
+        total += facts.join_us
+    elif config.splits > 1:
         total += facts.combine_us + facts.combine_run_us * config.splits
     return total
 
@@ -204,6 +211,8 @@ def _programs_at_once(spec: AttentionSpec, config: ForwardConfig, facts: DeviceF
     used += config.block_n * _bytes_a_key(spec) * max(config.stages - 1, 1)
     if config.is_specialized:
         return 1
+    if config.is_joined:
+        return JOINED_PROGRAMS_A_MULTIPROCESSOR
     if config.is_direct:
         return direct_programs(spec, 1)
     by_memory = facts.shared_kib * 1024 // max(used, 1)
@@ -226,7 +235,9 @@ def ranked_configs(
         ranked = [decode, whole_loop]
         if decode.splits > 1:
             # Twice as many runs, and none, where lengths are more or less even than guessed.
-            ranked.append(replace(decode, splits=2 * decode.splits))
+            more = replace(decode, splits=2 * decode.splits, is_joined=False)
+            more = replace(more, warps=1) if decode.is_direct else more
+            ranked.append(more)
             ranked += [] if decode.is_direct else [replace(decode, splits=1)]
     elif whole_loop.is_specialized:
         ranked.append(choose_config(spec, sm_count))

@@ -4,7 +4,8 @@ The queries of all heads that share a key head form one tile, so keys are read o
 makes too few programs, keys are cut into runs (``attention_runs``), and as many programs as the
 device holds share the runs that there are; ``attention_combine`` joins the sums of a sequence. It
 is launched early: it starts, and works out where its sums are, while the last programs run.
-``attention_decode_direct`` makes the sums of plain scores where keys are not very many.
+``attention_decode_direct`` makes the sums of plain scores where keys are not very many, and
+``attention_decode_joined`` does all, where the runs of a key head can be a cluster's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.language import core
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from tilewright.engines.compiled.planned import KernelPlan
+from tilewright.engines.compiled.planned import KernelPlan, PlannedKernel
 from tilewright.engines.triton.attention_addresses import (
     head_start,
     row_offsets,
@@ -318,6 +319,8 @@ def decode_plan(
         )
         return given
 
+    if is_direct and config.is_joined:
+        return KernelPlan((_joined(arguments(), spec, config),))
     given, kernel, grid = arguments(), attention_decode, (programs, 1, 1)
     if is_direct:
         # Gluon's: not every version of Triton that the engine takes has what it needs.
@@ -340,6 +343,20 @@ def decode_plan(
     grid = (spec.batch * spec.heads_q, 1, 1)
     second = arguments().planned(attention_combine, grid, _COMBINE_WARPS, 1)
     return KernelPlan((first, replace(second, is_early=sharing.is_early)), tuple(scratch))
+
+
+def _joined(given: KernelArguments, spec: AttentionSpec, config: ForwardConfig) -> PlannedKernel:
+    """The one kernel whose programs join the sums of a key head."""
+    from tilewright.engines.triton.attention_decode_joined import attention_decode_joined
+
+    given.number("scale", spec.scale * LOG2_E.value)
+    kept = max(2, power_of_two(spec.rows * spec.group))
+    given.constant(RUNS=config.splits, KEPT=kept, WARPS=config.warps)
+    programs = config.splits // config.warps
+    grid = (programs, spec.heads_kv, spec.batch)
+    made = given.planned(attention_decode_joined, grid, config.warps, config.stages)
+    limited = replace(made.spec, max_registers=config.max_registers)
+    return replace(made, spec=limited, cluster=programs)
 
 
 def _moves_whole_blocks(spec: AttentionSpec, block_n: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilewright.artifact.environment import installed_version
 from tilewright.dtypes import DataType
 from tilewright.engines.triton.attention_config import (
@@ -30,6 +32,13 @@ DIRECT_ROWS, MAX_DIRECT_ROWS = 8, 16
 DIRECT_PROGRAMS_A_MULTIPROCESSOR = {DIRECT_ROWS: 8, MAX_DIRECT_ROWS: 6}
 DIRECT_REGISTERS = {DIRECT_ROWS: 216, MAX_DIRECT_ROWS: 255}
 MIN_DIRECT_RUN_BLOCKS, MAX_DIRECT_RUNS = 4, 32
+# Of ``attention_decode_joined``, beside whose warps there are no others: of 232 registers, or 255,
+# eight share a multiprocessor. The runs of a key head are those of a cluster, of 4 programs at
+# least and 16 at most; a program has two warps, but one where there are 16 queries.
+JOINED_PROGRAMS_A_MULTIPROCESSOR = 8
+JOINED_REGISTERS = {DIRECT_ROWS: 232, MAX_DIRECT_ROWS: 255}
+MIN_JOINED_RUNS, MAX_JOINED_RUNS = 4, 16
+JOINED_WARPS = 2
 # Paged sequences are of any length: twice the runs, if they are not shorter than this.
 MIN_PAGED_RUN_BLOCKS = 8
 # Less to read is read sooner without a split, and more sooner by the copy engine.
@@ -130,11 +139,32 @@ def _direct_splits(spec: AttentionSpec, sm_count: int) -> int:
     return -(-blocks // -(-blocks // most)) if most > 1 else 1
 
 
+def _joined_runs(spec: AttentionSpec, sm_count: int) -> int:
+    """Runs of a key head that are one cluster; 1 where they had better be joined by a kernel.
+
+    They are a power of two, as are the dimensions that each joins. There must be room for all of
+    them at once, and too few are not as quick.
+    """
+    units = max(spec.batch * spec.heads_kv, 1)
+    places = JOINED_PROGRAMS_A_MULTIPROCESSOR * sm_count
+    blocks = -(-spec.keys // DIRECT_BLOCK)
+    most = min(places // units, MAX_JOINED_RUNS, blocks // MIN_DIRECT_RUN_BLOCKS)
+    runs = 1 << max(most.bit_length() - 1, 0)
+    return runs if runs >= MIN_JOINED_RUNS and units * runs >= MIN_DIRECT_SHARE * places else 1
+
+
 def _direct_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     registers = DIRECT_REGISTERS[_direct_rows(spec)]
     sharing = Sharing(direct_programs(spec, sm_count), is_early=True, max_registers=registers)
     splits = _direct_splits(spec, sm_count)
-    return ForwardConfig(MIN_BLOCK, DIRECT_BLOCK, 1, 2, splits, sharing=sharing, is_direct=True)
+    made = ForwardConfig(MIN_BLOCK, DIRECT_BLOCK, 1, 2, splits, sharing=sharing, is_direct=True)
+    runs = _joined_runs(spec, sm_count)
+    if runs == 1:
+        return made
+    registers = JOINED_REGISTERS[_direct_rows(spec)]
+    # ``sum_layout``: one warp has 16 queries. And a cluster is of four programs at least.
+    warps = min(JOINED_WARPS, runs // 4) if _direct_rows(spec) == DIRECT_ROWS else 1
+    return replace(made, splits=runs, warps=warps, max_registers=registers, is_joined=True)
 
 
 def _splits(spec: AttentionSpec, block_n: int, sm_count: int, programs: int) -> int:

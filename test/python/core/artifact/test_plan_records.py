@@ -56,7 +56,8 @@ def made_up() -> ResolvedPlan:
     types = ("*bf16", "*bf16", "*fp32", "fp32", "fp32", "i64", "fp32", "fp32", "map")
     first = ResolvedKernel("a" * 64, types, (3, 2, 1), arguments)
     second = ResolvedKernel("b" * 64, ("*bf16",), (1, 1, 1), (Operand(0),), is_early=True)
-    general = ResolvedPlan((second,))
+    third = ResolvedKernel("c" * 64, ("*bf16",), (8, 1, 1), (Operand(0),), cluster=8)
+    general = ResolvedPlan((second, third))
     return ResolvedPlan((first, second), (("shares", 1024),), (0, 1), general)
 
 

@@ -16,17 +16,24 @@ def test_the_structures_are_as_large_as_the_driver_s() -> None:
     assert ctypes.sizeof(LaunchConfig) == 56
 
 
+@pytest.mark.parametrize("cluster", [1, 16])
 @pytest.mark.parametrize("is_early", [False, True])
-def test_a_configuration_names_its_stream_and_says_whether_it_is_early(is_early: bool) -> None:
-    configs = StreamConfigs((3, 2, 1), 128, 4096, is_early=is_early)
+def test_a_configuration_names_its_stream_and_says_what_is_special(
+    is_early: bool, cluster: int
+) -> None:
+    configs = StreamConfigs((32, 2, 1), 128, 4096, is_early=is_early, cluster=cluster)
     made = configs[7]._obj
     assert configs[7]._obj is made, "it is made once a stream"
-    assert (list(made.grid), list(made.block)) == ([3, 2, 1], [128, 1, 1])
+    assert (list(made.grid), list(made.block)) == ([32, 2, 1], [128, 1, 1])
     assert (made.shared_bytes, made.stream) == (4096, 7)
-    assert made.attribute_count == int(is_early)
-    if is_early:
-        attribute = LaunchAttribute.from_address(made.attributes)
-        # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
-        assert attribute.id == 6 and attribute.value[0] == 1
-    else:
-        assert made.attributes is None
+    told = {}
+    for number in range(made.attribute_count):
+        at = made.attributes + number * ctypes.sizeof(LaunchAttribute)
+        attribute = LaunchAttribute.from_address(at)
+        told[attribute.id] = list(attribute.value)[:3]
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
+    want = {6: [1, 0, 0]} if is_early else {}
+    # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, and _SCHEDULING_POLICY_PREFERENCE, load balancing.
+    want |= {4: [16, 1, 1], 5: [2, 0, 0]} if cluster > 1 else {}
+    assert told == want
+    assert want or made.attributes is None

@@ -91,6 +91,25 @@ def test_one_warp_exchanges_nothing_through_shared_memory(
     assert all(facts["threads"] == 32 and facts["shared_bytes"] == 0 for facts in found)
 
 
+JOINED = DIRECT.replace(
+    "for rows, page", "attention_decode_config._joined_runs = lambda *_: 8\nfor rows, page"
+)
+
+
+@pytest.mark.skipif(
+    not installed_version("triton").startswith(("3.6.", "3.7.")),
+    reason="this version of Triton has another Gluon than the kernel is written in",
+)
+def test_warps_of_a_program_exchange_nothing_but_what_they_send(
+    compiled_facts: Callable[..., list[dict[str, Any]]],
+) -> None:
+    # A layout that warps would have to change together would show as memory for it.
+    found = compiled_facts(JOINED)
+    assert [facts["kernel"] for facts in found] == ["attention_decode_joined"] * 2
+    assert [facts["threads"] for facts in found] == [64, 32]
+    assert all(facts["shared_bytes"] == 0 for facts in found)
+
+
 COMBINED = """
 import tilewright as tw
 from tilewright.engines.triton import attention

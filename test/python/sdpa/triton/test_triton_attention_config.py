@@ -204,23 +204,42 @@ def of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("of_registers")
 @pytest.mark.parametrize(
-    ("batch", "keys", "rows", "splits"),
-    [(8, 4096, 1, 16), (8, 2048, 1, 16), (16, 2048, 2, 8), (32, 1024, 1, 4), (8, 4096, 4, 12)],
+    ("batch", "keys", "rows", "splits", "warps"),
+    [
+        *((8, 4096, 1, 16, 2), (8, 2048, 1, 16, 2), (16, 2048, 2, 8, 2)),
+        *((32, 1024, 1, 4, 1), (8, 4096, 4, 16, 1), (7, 4096, 2, 16, 2)),
+    ],
 )
-def test_caches_go_into_registers(batch: int, keys: int, rows: int, splits: int) -> None:
+def test_caches_go_into_registers(
+    batch: int, keys: int, rows: int, splits: int, warps: int
+) -> None:
     config = choose_decode_config(spec_of(rows, keys, batch=batch, heads=(32, 8)), 132)
-    assert config is not None and config.is_direct and config.warps == 1
-    assert config.splits == splits
-    # All programs are there at once, and those of the combination, of 144 registers, beside them.
-    assert config.sharing is not None and config.sharing.max_registers is not None
-    registers = -(-batch * 8 * splits // 132) * (-(-config.sharing.max_registers // 8) * 8)
-    registers += -(-batch * 32 // 132) * 144
-    assert registers <= 65536 // 32 or batch > 8
+    assert config is not None and config.is_direct and config.is_joined
+    assert (config.splits, config.warps) == (splits, warps)
+    # All warps are there at once: two in each quarter of a multiprocessor.
+    assert config.max_registers is not None and config.max_registers <= 255
+    assert batch * 8 * splits <= 132 * 8
+    # A cluster is of 4 to 16 programs.
+    assert 4 <= splits // warps <= 16
 
 
 @pytest.mark.usefixtures("of_registers")
-def test_paged_caches_that_go_into_registers_have_twice_the_runs() -> None:
-    def splits(keys: int, page: int, batch: int = 8) -> int:
+def test_knobs_that_no_cluster_has_are_joined_by_a_kernel() -> None:
+    config = choose_decode_config(spec_of(1, 4096, batch=8, heads=(32, 8)), 132)
+    assert config is not None and config.is_joined
+    assert config.with_knobs(dict(config.knobs())) == config
+    other = config.with_knobs({knob_type.SPLIT_K: 24, knob_type.WARPS: 1})
+    assert other.is_direct and not other.is_joined
+    assert not config.with_knobs({knob_type.SPLIT_K: 24}).is_direct
+    # 13 runs a key head have room: of 8 there would be too few, so they are combined.
+    config = choose_decode_config(spec_of(1, 4096, batch=10, heads=(32, 8)), 132)
+    assert config is not None and config.is_direct and not config.is_joined
+    assert config.splits == 13 and config.sharing is not None and config.sharing.max_registers
+
+
+@pytest.mark.usefixtures("of_registers")
+def test_paged_caches_whose_runs_are_no_cluster_s_have_twice_the_runs() -> None:
+    def splits(keys: int, page: int, batch: int = 10) -> int:
         graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
         q = graph.tensor((batch, 32, 1, 128))
         k, v = (graph.tensor((batch * keys // page, 8, page, 128)) for _ in range(2))
@@ -245,9 +264,10 @@ def test_paged_caches_that_go_into_registers_have_twice_the_runs() -> None:
         assert config is not None and config.is_direct
         return config.splits
 
-    assert splits(4096, 16) == splits(4096, 128) == 32
+    assert splits(4096, 16) == splits(4096, 128) == 26
     # Not where they would be shorter than 128 keys, or more than the combination is for.
-    assert splits(2048, 16) == 16 and splits(8192, 16, batch=4) == 32
+    assert splits(2048, 16) == 13 and splits(8192, 16, batch=4) == 32
+    assert splits(4096, 16, batch=8) == 16
 
 
 @pytest.mark.usefixtures("of_registers")
