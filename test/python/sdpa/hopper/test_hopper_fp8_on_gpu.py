@@ -316,6 +316,23 @@ def test_equal_scores_average_the_values_and_lone_ones_pick_them(
     assert torch.equal(tensors["o"].double(), picked)
 
 
+@pytest.mark.L0
+@pytest.mark.usefixtures("tile")
+def test_a_lone_key_is_picked_from_any_block() -> None:
+    # Of 1024 keys those numbered 9 i mod 1024 have one number each, and row i's has that one.
+    tensors = draw(2, (2, 2), (128, 1024), out=torch.bfloat16, scale_o=1.0, descale_v=1.0)
+    number = torch.arange(128, device="cuda")
+    lone = 9 * number % 1024
+    rows = torch.eye(128, device="cuda") * 32.0
+    keys = torch.zeros(1024, 128, device="cuda")
+    keys[lone] = rows
+    tensors["k"].copy_(keys.expand(2, 2, -1, -1).to(FP8))
+    tensors["q"].copy_(rows.expand(2, 2, -1, -1).to(FP8))
+    declare(tensors).execute(tensors)
+    assert torch.equal(tensors["o"].double(), tensors["v"].double()[:, :, lone])
+    assert tensors["amax_s"].item() == 1.0
+
+
 @pytest.mark.parametrize(
     "band",
     [
