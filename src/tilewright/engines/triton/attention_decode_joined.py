@@ -17,11 +17,11 @@ from tilewright.engines.triton.attention_addresses import row_offsets
 from tilewright.engines.triton.attention_decode_side import (
     MINUS_INFINITY,
     N,
+    all_the_same,
     first_rows,
     length_of,
     load,
     page_of,
-    all_the_same,
     queries_of,
     sides_of,
     sum_keys_early,
