@@ -330,7 +330,7 @@ def test_a_lone_key_is_picked_from_any_block() -> None:
     tensors["q"].copy_(rows.expand(2, 2, -1, -1).to(FP8))
     declare(tensors).execute(tensors)
     assert torch.equal(tensors["o"].double(), tensors["v"].double()[:, :, lone])
-    assert tensors["amax_s"].item() == 1.0
+    assert tensors["amax_s"].item() == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize(
