@@ -21,8 +21,8 @@ INVALID_CONTEXT = 201
 _REMEMBERED_STREAMS = 64
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CLUSTER_SCHEDULING = 5  # CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
-# CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING: programs of a cluster may share a multiprocessor. Left
-# to itself the driver found room for 58 clusters of 16 small programs where there is for 66.
+# CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING: programs of a cluster may share a multiprocessor.
+# Left to itself the driver found room for 58 clusters of 16 small programs where there is for 66.
 _LOAD_BALANCING = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
