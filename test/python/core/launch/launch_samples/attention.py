@@ -217,7 +217,7 @@ def attention_decode(d: Declaring) -> None:
 
 
 def attention_decode_in_registers(d: Declaring) -> None:
-    # So much to read that the kernel of one warp a program is taken, where lengths are uneven.
+    # So much to read that a cluster's programs load into registers and join their sums.
     d.barred = ("hopper",)
     operands = [d(name, (8, 8, 2048, 128)) for name in ("k", "v")]
     lengths = torch.tensor([2048, 0, 1, 300, 15, 16, 17, 2047], dtype=torch.int32)
@@ -236,27 +236,28 @@ def attention_decode_in_registers(d: Declaring) -> None:
 
 
 def attention_decode_of_pages_in_registers(d: Declaring) -> None:
-    # More runs than there is room for at once: programs take several that follow one another.
+    # No clusters of 10 sequences, and more runs than there is room for at once: programs take
+    # several that follow one another.
     d.barred = ("hopper",)
-    pages = [d(name, (256, 8, 128, 128)) for name in ("k", "v")]
+    pages = [d(name, (320, 8, 128, 128)) for name in ("k", "v")]
     tables = {
-        f"paged_attention_{side}_table": d.given(f"table_{side}", table.int().view(8, 1, 32, 1))
-        for side, table in (("k", torch.arange(256)), ("v", torch.arange(256) * 3 % 256))
+        f"paged_attention_{side}_table": d.given(f"table_{side}", table.int().view(10, 1, 32, 1))
+        for side, table in (("k", torch.arange(320)), ("v", torch.arange(320) * 3 % 320))
     }
-    lengths = torch.tensor([4096, 0, 4095, 300, 4000, 1, 4096, 3000], dtype=torch.int32)
+    lengths = torch.tensor([4096, 0, 4095, 300, 4000, 1, 4096, 3000, 4096, 17], dtype=torch.int32)
     o, stats = d.graph.sdpa(
-        d("q", (8, 16, 1, 128)),
+        d("q", (10, 16, 1, 128)),
         *pages,
         generate_stats=True,
         attn_scale=0.125,
         use_padding_mask=True,
-        seq_len_q=d.given("seq_len_q", torch.ones(8, 1, 1, 1, dtype=torch.int32)),
-        seq_len_kv=d.given("seq_len_kv", lengths.view(8, 1, 1, 1)),
+        seq_len_q=d.given("seq_len_q", torch.ones(10, 1, 1, 1, dtype=torch.int32)),
+        seq_len_kv=d.given("seq_len_kv", lengths.view(10, 1, 1, 1)),
         paged_attention_max_seq_len_kv=4096,
         **tables,
     )
-    d.out("o", o, (8, 16, 1, 128))
-    d.out("stats", stats, (8, 16, 1, 1), "float32")
+    d.out("o", o, (10, 16, 1, 128))
+    d.out("stats", stats, (10, 16, 1, 1), "float32")
 
 
 def attention_ragged_on_hopper(d: Declaring) -> None:
