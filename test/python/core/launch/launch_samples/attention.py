@@ -136,12 +136,21 @@ def attention_backward_with_a_sink_on_hopper(d: Declaring) -> None:
 
 
 def attention_fp8_on_hopper(d: Declaring) -> None:
+    attention_fp8(d, d.rows)
+
+
+def attention_fp8_long_on_hopper(d: Declaring) -> None:
+    attention_fp8(d, 2176)
+
+
+def attention_fp8(d: Declaring, keys: int) -> None:
     d.barred = ("triton",)
     dim, one = (2, 4, d.rows, 128), (1, 1, 1, 1)
-    operands = [d(name, dim, "fp8_e4m3") for name in "qkv"]
+    operands = [d("q", dim, "fp8_e4m3")]
+    operands += [d(name, (2, 4, keys, 128), "fp8_e4m3") for name in "kv"]
     names = (*(f"descale_{x}" for x in "qkvs"), "scale_s", "scale_o")
     scales = {name: d(name, one, "float32") for name in names}
-    options = {"attn_scale": 0.125, "use_causal_mask": True, "generate_stats": True}
+    options = {"attn_scale": 0.125, "use_causal_mask": keys == d.rows, "generate_stats": True}
     o, stats, *largest = d.graph.sdpa_fp8(*operands, **scales, **options)
     d.out("o", o, dim, "bfloat16")
     d.out("stats", stats, (2, 4, d.rows, 1), "float32")
