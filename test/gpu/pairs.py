@@ -3,8 +3,8 @@
     PYTHONPATH=src python test/gpu/pairs.py --record test/gpu/records/DEVICE_pairs.json
 
 Needs a CUDA device, torch, triton, pytest and pytest-xdist. The tests are those of level L2 in
-test_triton_attention_pairs.py and, on compute capability 9.0, in test_hopper_attention_pairs.py and
-test_hopper_backward_pairs.py; each runs a dozen or a few dozen cases against the float64 oracle.
+test_triton_attention_pairs.py and test_triton_plain_pairs.py and, on compute capability 9.0, in
+test_hopper_attention_pairs.py and test_hopper_backward_pairs.py; each runs a dozen or a few dozen cases against the float64 oracle.
 The record holds device, versions, command, and for each direction of each engine, and for few
 queries whose keys are split, the cases that ran, those that an engine declined by reason, and the
 tests that failed; the exit status is 0 if none did and all were run.
@@ -29,11 +29,16 @@ import record as gpu_record
 COMMAND = "PYTHONPATH=src python test/gpu/pairs.py --record RECORD.json"
 FOLDER = "test/python/sdpa"
 _TRITON = "triton/test_triton_attention_pairs.py"
+_PLAIN = "triton/test_triton_plain_pairs.py"
 # What is told apart: a file, and a test in it.
 DIRECTIONS = {
     "forward": (_TRITON, "test_every_pair_of_features"),
     "split keys": (_TRITON, "test_every_pair_of_features_where_keys_are_split"),
     "backward": (_TRITON, "test_every_pair_of_features_backward"),
+    "plain scores, dense": (_PLAIN, "test_dense"),
+    "plain scores, packed": (_PLAIN, "test_packed"),
+    "plain scores, few queries": (_PLAIN, "test_few_queries"),
+    "plain scores, backward": (_PLAIN, "test_backward"),
 }
 ON_HOPPER = {
     "forward on Hopper": ("hopper/test_hopper_attention_pairs.py", "test_every_pair_of_features"),
@@ -46,8 +51,8 @@ _SHARE_OF_ALL = 0.9
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """As a plugin: those that take longest begin first, so that all end at about one time."""
-    items.sort(key=lambda item: "backward" not in item.nodeid)
+    """As a plugin: the quickest kernels first, then those that take longest."""
+    items.sort(key=lambda item: (_PLAIN not in item.nodeid, "backward" not in item.nodeid))
 
 
 def pytest_runtest_setup(item: Any) -> None:
