@@ -4,7 +4,8 @@
 
 Needs a CUDA device, torch, triton, pytest and pytest-xdist. The tests are those of level L2 in
 test_triton_attention_pairs.py and test_triton_plain_pairs.py and, on compute capability 9.0, in
-test_hopper_attention_pairs.py and test_hopper_backward_pairs.py; each runs a dozen or a few dozen cases against the float64 oracle.
+test_hopper_attention_pairs.py and test_hopper_backward_pairs.py; each runs a dozen or a few dozen
+cases against the float64 oracle.
 The record holds device, versions, command, and for each direction of each engine, and for few
 queries whose keys are split, the cases that ran, those that an engine declined by reason, and the
 tests that failed; the exit status is 0 if none did and all were run.
