@@ -54,6 +54,8 @@ BACKWARD = [backward_case(case) for case in all_pairs(seed=33, levels={**PLAIN, 
 # Rows of whole warp groups, and others; keys of whole blocks, and others.
 ROWS = ((128, 192, 320, 576), (100, 257, 333, 450))
 KEYS = ((128, 384, 640), (65, 130, 513))
+# So many that each of a cluster's runs has blocks, but for the lengths' sake.
+JOINED_KEYS = (1024, 1025, 1100, 1500, 2047, 2048)
 # Differences that the diagonal's start is a whole tile at.
 BACKWARD_EXTENTS = ((65, 65), (128, 384), (300, 300), (513, 257), (190, 446), (640, 128))
 
@@ -117,21 +119,25 @@ def test_packed(number: int, record_property: Any) -> None:
     run(cases, Run(attention, ("attention_forward_packed",)), record_property)
 
 
+@pytest.mark.parametrize("is_joined", [False, True], ids=["combined", "joined"])
 @pytest.mark.parametrize("number", range(len(FEW)))
-def test_few_queries(number: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So little would not be worth it.
+def test_few_queries(
+    number: int, is_joined: bool, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So little would not be worth it, nor fill the device.
+    runs = 8 if number % 2 else 16
     monkeypatch.setattr(attention_decode_config, "pays_in_registers", lambda *_: True)
+    monkeypatch.setattr(
+        attention_decode_config, "_joined_runs", lambda *_: runs if is_joined else 1
+    )
     rows = (1, 2, 4)[number % 3]
     drawn = (
         replace(FEW[number], rows=rows, keys=keys, batch=1 + index % 3, seed=1000 * number + index)
-        for index, keys in enumerate(FEW_KEYS)
+        for index, keys in enumerate(JOINED_KEYS if is_joined else FEW_KEYS)
     )
     cases = (Declared(c, "cuda", start="promised") for c in drawn)
-    run(
-        cases,
-        Run(attention, ("attention_decode_direct", "attention_decode_joined")),
-        record_property,
-    )
+    name = "attention_decode_joined" if is_joined else "attention_decode_direct"
+    run(cases, Run(attention, (name,)), record_property)
 
 
 @pytest.mark.parametrize("number", range(len(BACKWARD)))
