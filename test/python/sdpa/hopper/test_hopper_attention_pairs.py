@@ -4,8 +4,8 @@ Where calls of many keys take another kernel (``attention_late``), at two long o
 
     python -m pytest -n 16 -m L2 test/python/sdpa/hopper/test_hopper_attention_pairs.py
 
-A case is one compiled kernel or these two. The list must be taken whole; that a kernel is found for each case
-is seen without a GPU. test/gpu/pairs.py keeps a record of it.
+A case is one compiled kernel, or those two. The list must be taken whole; that a kernel is found
+for each case is seen without a GPU. test/gpu/pairs.py keeps a record of it.
 """
 
 from __future__ import annotations
