@@ -178,6 +178,7 @@ def packed_plan(
 
     order = arguments_of()
     order.constant(OWN=OWN, AT_ONCE=AT_ONCE)
+    order.extent("most_units", units)
     for name in ("q", "k", "v"):
         tensor = spec.ports[name]
         order.integer(f"{name}_rows", tensor.ragged_offset_multiplier // tensor.stride[2])

@@ -71,13 +71,13 @@ def order_packed(
     order, flags, len_q, len_kv, q_offsets, k_offsets, v_offsets,
     len_q_step, len_kv_step, q_offset_step, k_offset_step, v_offset_step,
     q_rows, k_rows, v_rows,
-    batches, rows, keys, heads, left, right,
+    batches, rows, keys, heads, left, right, most_units,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     OWN: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Place OWN sequences among all."""
+    """Place OWN sequences among all; there is room for ``most_units`` units a head."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     cost, units, count_q, count_kv = _extents(
         own, len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, left, right,
@@ -99,17 +99,19 @@ def order_packed(
         total += tl.sum(its_units, 0)
         paired += tl.sum(tl.where(its_cost >= _PAIRED, its_units, 0), 0)
     if tl.program_id(0) == 0:
-        tl.store(order, total)
-        tl.store(order + 1, paired)
+        tl.store(order, tl.minimum(total, most_units))
+        tl.store(order + 1, tl.minimum(paired, most_units))
     known = tl.minimum(own, batches - 1)
     q_first = _first_row(q_offsets, known, q_offset_step, q_rows, q_offsets is not None)
     k_first = _first_row(k_offsets, known, k_offset_step, k_rows, k_offsets is not None)
     v_first = _first_row(v_offsets, known, v_offset_step, v_rows, v_offsets is not None)
+    # Lengths that pass the declared bound leave out rows, and have no room in the workspace.
+    room = tl.minimum(units, most_units - before)
     by_units = tl.cdiv(_ONE, tl.maximum(units, 1))
     most = tl.max(units, 0)
     for unit in range(0, most, _UNITS):
         along = unit + tl.arange(0, _UNITS)
-        mask = along[None, :] < units[:, None]
+        mask = along[None, :] < room[:, None]
         at = order + HEADER + (before[:, None] + along[None, :]).to(tl.int64) * WORDS
         tl.store(at, tl.broadcast_to(own[:, None], mask.shape), mask=mask)
         tl.store(at + 1, tl.broadcast_to(before[:, None], mask.shape), mask=mask)
@@ -122,7 +124,7 @@ def order_packed(
     first_flag = before.to(tl.int64) * heads
     for flag in range(0, most * heads, _FLAGS):
         along = flag + tl.arange(0, _FLAGS)
-        mask = along[None, :] < (units * heads)[:, None]
+        mask = along[None, :] < (room * heads)[:, None]
         at = flags + first_flag[:, None] + along[None, :]
         tl.store(at, tl.zeros((OWN, _FLAGS), tl.int32), mask=mask)
 
