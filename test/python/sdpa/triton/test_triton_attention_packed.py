@@ -22,6 +22,7 @@ from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton import attention, attention_config
 from tilewright.engines.triton.attention_config import ForwardConfig, choose_config
 from tilewright.engines.triton.attention_packed import packed_plan, packed_units
+from tilewright.engines.triton.attention_packed_order import HEADER, WORDS
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.engine import interpreting
 
@@ -66,6 +67,40 @@ def test_packed_sequences(case: Case, is_persistent: bool, monkeypatch: pytest.M
         Declared(case, "cpu").run(execute)
     names = [kernel.spec.name for kernel in taken[-1].kernels]
     assert names == ["order_packed", "attention_forward_packed", "attention_packed_repair"]
+
+
+@pytest.mark.L0
+@interprets
+def test_of_lengths_that_pass_the_declared_bound_no_more_are_placed_than_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plan(spec: AttentionSpec, slots: Mapping[int, int], *_: Any) -> KernelPlan:
+        config = ForwardConfig(16, 16, 4, 2, programs=3)
+        return packed_plan(spec, slots, config, is_aligned=False)
+
+    monkeypatch.setattr(attention, "_plan", plan)
+    sums = torch.arange(0, 1201, 40).int().view(-1, 1, 1, 1)
+    graph = tw.Graph(io_data_type="float32", handle=tw.create_handle("cpu"))
+    total = graph.tensor(sums.shape, data_type="int32")
+    ragged = {"ragged_offset": total, "ragged_offset_multiplier": 32}
+    dim, stride = (30, 2, 40, 16), (1280, 16, 32, 1)
+    q, k, v = (graph.tensor(dim, stride, "bfloat16", **ragged) for _ in "qkv")
+    masks = {"use_padding_mask": True, "cu_seq_len_q": total, "cu_seq_len_kv": total}
+    bounds = {"max_total_seq_len_q": 16, "max_total_seq_len_kv": 1200}
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.1, is_inference=True, **masks, **bounds)
+    o.set_output(True).set_dim(dim).set_stride(stride).set_data_type("bfloat16")
+    o.set_ragged_offset(total).set_ragged_offset_multiplier(32)
+    tokens = torch.ones(1200, 2, 16, dtype=torch.bfloat16)
+    with interpreting():
+        graph.build()
+        size = graph.get_workspace_size()
+        memory = torch.full((size,), 0xAB, dtype=torch.uint8)
+        pack = {total: sums, q: tokens, k: tokens, v: tokens, o: torch.zeros_like(tokens)}
+        graph.execute(pack, memory)
+    # One whole tile, and a last one a sequence; the lengths have 90.
+    units = 16 // 16 + 30
+    assert memory[:8].view(torch.int32).tolist() == [units, 0]
+    assert size == 4 * (HEADER.value + (WORDS.value + 2) * units)
 
 
 def spec_of(case: Case) -> AttentionSpec:
