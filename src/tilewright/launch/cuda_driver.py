@@ -142,14 +142,18 @@ class Module:
         self.name = name
 
 
-def allow_wide_clusters(function: int, name: str) -> None:
+def allow_wide_clusters(function: int, name: str, device_index: int) -> None:
     """Let launches of a kernel have clusters of more than MAX_PORTABLE_CLUSTER programs.
 
     Raises:
         LaunchError: if the driver refuses.
     """
+    from tilewright.launch.driver_launch import device_context
+
     handle = ctypes.c_void_p(function)
-    status = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
+    # A thread that finds the module loaded may have no context, which this is asked in.
+    with device_context(device_index):
+        status = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
     check(status, f"kernel {name!r}: clusters of more than {MAX_PORTABLE_CLUSTER} programs")
 
 

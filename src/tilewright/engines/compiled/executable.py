@@ -232,7 +232,7 @@ class _StoredCodes(dict[str, KernelCode]):
 def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> KernelLaunch:
     module = load_module(kernel.digest, code.image, code.name, code.shared_bytes, device_index)
     if kernel.cluster > MAX_PORTABLE_CLUSTER:
-        allow_wide_clusters(module.function, code.name)
+        allow_wide_clusters(module.function, code.name, device_index)
     return KernelLaunch(
         code.name,
         module.function,

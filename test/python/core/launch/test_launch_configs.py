@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tilewright.launch import cuda_driver, driver_launch
 from tilewright.launch.driver_launch import LaunchAttribute, LaunchConfig, StreamConfigs
 
 pytestmark = pytest.mark.L0
@@ -37,3 +42,24 @@ def test_a_configuration_names_its_stream_and_says_what_is_special(
     want |= {4: [16, 1, 1], 5: [2, 0, 0]} if cluster > 1 else {}
     assert told == want
     assert want or made.attributes is None
+
+
+def test_wide_clusters_are_allowed_in_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The module may be loaded already, and the thread may have made no call of the runtime yet.
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def device_context(device_index: int) -> Iterator[None]:
+        asked.append(device_index)
+        yield
+        asked.append("over")
+
+    def set_attribute(function: Any, attribute: int, value: int) -> int:
+        asked.append((function.value, attribute, value))
+        return 0
+
+    library = types.SimpleNamespace(cuFuncSetAttribute=set_attribute)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: library)
+    monkeypatch.setattr(driver_launch, "device_context", device_context)
+    cuda_driver.allow_wide_clusters(0x1000, "k", 3)
+    assert asked == [3, (0x1000, 14, 1), "over"]
