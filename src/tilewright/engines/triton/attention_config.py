@@ -228,6 +228,9 @@ def has_even_edges(spec: AttentionSpec, config: ForwardConfig) -> bool:
     if spec.left is None or spec.right is None or config.block_m != block or block != 128:
         return False
     shift = spec.keys - spec.rows if spec.bottom_right else 0
+    if shift + spec.right < 0:
+        # Tiles that see nothing have a block all the same, and no edge in it.
+        return False
     return not any(end % block for end in (spec.keys, shift + spec.right, shift - spec.left))
 
 

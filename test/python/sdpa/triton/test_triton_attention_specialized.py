@@ -198,6 +198,8 @@ def test_edges_of_a_window_are_even_where_they_are_diagonals_of_blocks() -> None
         (windowed(512, 512, diagonal_band_left_bound=128, diagonal_band_right_bound=5), False),
         (windowed(256, 512, use_causal_mask_bottom_right=True, sliding_window_length=128), True),
         (windowed(320, 512, use_causal_mask_bottom_right=True, sliding_window_length=128), False),
+        # The first rows see nothing.
+        (windowed(512, 256, use_causal_mask_bottom_right=True, sliding_window_length=128), False),
     ):
         config = choose_config(spec, 132, deals_warps=True)
         assert config.is_specialized
