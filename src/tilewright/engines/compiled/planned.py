@@ -9,7 +9,7 @@ from tilewright.dtypes import DataType
 from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
-from tilewright.launch.prepared import Argument, Operand
+from tilewright.launch.prepared import Argument, Operand, Scratch, TensorMap
 from tilewright.records import record
 
 TRITON_TYPES: dict[DataType, str] = {
@@ -65,7 +65,16 @@ def without_unreached(plan: KernelPlan, graph: DeclaredGraph) -> KernelPlan:
     promised = [bound[slot].alignment_value for slot in plan.needs_aligned]
     if any(value == 0 or value % POINTER_ALIGNMENT_BYTES for value in promised):
         return plan
-    return replace(plan, needs_aligned=(), fallback=None)
+    arguments = [argument for kernel in plan.kernels for argument in kernel.arguments]
+    has_scratch = any(
+        isinstance(argument, Scratch)
+        or (isinstance(argument, TensorMap) and argument.scratch_bytes is not None)
+        for argument in arguments
+    )
+    # What only the plan behind would have used is not asked for.
+    return replace(
+        plan, scratch=plan.scratch if has_scratch else (), needs_aligned=(), fallback=None
+    )
 
 
 def slot_numbers(graph: DeclaredGraph) -> Mapping[int, int]:

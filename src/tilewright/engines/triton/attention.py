@@ -46,6 +46,7 @@ from tilewright.engines.triton.attention_specialized import is_dealt, specialize
 from tilewright.graph.enums import behavior_note, knob_type
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.tensor_maps import map_decline_reason
+from tilewright.launch.workspace import plan_workspace
 
 
 def propose(graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
@@ -92,11 +93,18 @@ def _plan(spec: AttentionSpec, slots: Mapping[int, int], knobs: Knobs, sm_count:
     aligned = make(spec, slots, config, is_aligned=True)
     if spec.has_gate and steps_in_vectors(spec, ("gate",)):
         ports = (*ports, "gate")
+    # A call may come to the plan behind, which may need more.
+    scratch = max(aligned.scratch, general.scratch, key=_workspace_bytes)
     return replace(
         aligned,
+        scratch=scratch,
         needs_aligned=tuple(slots[spec.ports[port].uid] for port in ports),
         fallback=general,
     )
+
+
+def _workspace_bytes(scratch: tuple[tuple[str, int], ...]) -> int:
+    return plan_workspace(list(scratch)).size_bytes
 
 
 def _forward(

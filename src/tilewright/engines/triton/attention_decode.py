@@ -321,6 +321,8 @@ def decode_plan(
 
     if is_direct and config.is_joined:
         return KernelPlan((_joined(arguments(), spec, config),))
+    if config.is_joined:
+        config = replace(config, warps=1)
     given, kernel, grid = arguments(), attention_decode, (programs, 1, 1)
     if is_direct:
         # Gluon's: not every version of Triton that the engine takes has what it needs.

@@ -10,6 +10,7 @@ import torch
 from attention_cases.running import select_split
 
 import tilewright as tw
+from tilewright.engines.compiled.planned import without_unreached
 from tilewright.engines.triton import attention, attention_decode_config
 from tilewright.graph.enums import knob_type
 
@@ -182,6 +183,33 @@ def test_keys_that_go_into_registers(
         plan = attention.plan(call.graph, split.knobs, count)
         assert plan.kernels[0].spec.name == "attention_decode_direct"
     call.check(*call.run())
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("is_promised", [False, True])
+def test_what_is_behind_a_cluster_s_kernel_has_its_workspace(
+    is_promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a pointer that happens to be odd the runs are combined, through the workspace.
+    version = "tilewright.engines.triton.attention_decode_config.installed_version"
+    monkeypatch.setattr(version, lambda name: "3.6.0")
+    graph = tw.Graph(io_data_type="bfloat16", handle=tw.create_handle("cpu"))
+    q = graph.tensor((8, 32, 1, 128))
+    k, v = (graph.tensor((8, 8, 4096, 128)) for _ in range(2))
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.1, is_inference=True)
+    o.set_output(True)
+    for tensor in (q, k, v, o):
+        tensor.alignment_value = 16 if is_promised else 2
+    graph.validate()
+    made = attention.plan(graph, (), 132)
+    assert [kernel.spec.name for kernel in made.kernels] == ["attention_decode_joined"]
+    assert made.fallback is not None and len(made.fallback.kernels) == 2
+    assert made.fallback.kernels[0].spec.warps == 1
+    reached = without_unreached(made, graph)
+    if is_promised:
+        assert reached.fallback is None and not reached.scratch
+    else:
+        assert reached.scratch == made.fallback.scratch != ()
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

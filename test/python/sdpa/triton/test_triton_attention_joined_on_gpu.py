@@ -111,7 +111,7 @@ class Call:
         buffers = {"q": q, "k": k, "v": v, "ones": torch.ones_like(used).view(-1, 1, 1, 1)}
         buffers["used"] = used.view(-1, 1, 1, 1)
         declared = {
-            name: graph.tensor(x.shape, x.stride(), x.dtype, name=name)
+            name: graph.tensor(x.shape, x.stride(), x.dtype, name=name, alignment_value=16)
             for name, x in buffers.items()
         }
         self.o, _ = graph.sdpa(
@@ -122,7 +122,8 @@ class Call:
             seq_len_q=declared["ones"],
             seq_len_kv=declared["used"],
         )
-        self.o.set_output(True)
+        # Promised, so that no plan for other addresses needs a workspace.
+        self.o.set_output(True).alignment_value = 16
         build(graph, runs)
         self.pack = {declared[name]: x for name, x in buffers.items()}
         self.out = torch.full_like(q, torch.nan)
