@@ -329,7 +329,8 @@ def test_a_lone_key_is_picked_from_any_block() -> None:
     tensors["k"].copy_(keys.expand(2, 2, -1, -1).to(FP8))
     tensors["q"].copy_(rows.expand(2, 2, -1, -1).to(FP8))
     declare(tensors).execute(tensors)
-    assert torch.equal(tensors["o"].double(), tensors["v"].double()[:, :, lone])
+    # What a row saw before its key has a weight of 2^-98.
+    assert (tensors["o"].double() - tensors["v"].double()[:, :, lone]).abs().max() < 1e-20
     assert tensors["amax_s"].item() == pytest.approx(1.0, rel=1e-4)
 
 
