@@ -8,7 +8,10 @@ head never touches the next one. Source: cuTensorMapEncodeTiled in the CUDA driv
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+
+import torch
 
 from tilewright.dtypes import DataType
 from tilewright.errors import BindingError, NotSupportedError
@@ -113,6 +116,16 @@ def map_decline_reason(tensor: Tensor, *, is_flat: bool = False) -> str | None:
 _MapMemory = ctypes.c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
 
 
+def nothing(device_index: int) -> int:
+    """An address that may be read, for the map of a packed operand without a row."""
+    return _zeros(device_index).data_ptr()
+
+
+@functools.cache
+def _zeros(device_index: int) -> torch.Tensor:
+    return torch.zeros(STEP_BYTES, dtype=torch.uint8, device=f"cuda:{device_index}")
+
+
 class TensorMapEncoder:
     """Encodes one map for the addresses that calls bring.
 
@@ -129,6 +142,10 @@ class TensorMapEncoder:
         self._known: tuple[int, bytes] | None = None
         rank = argument.rank
         item_bytes = argument.data_type.bits // 8
+        # Of a packed operand: from the first head's row to the end of the last one's.
+        heads = zip(argument.dim[:-2], argument.stride[:-2], strict=True)
+        before = sum((extent - 1) * step for extent, step in heads)
+        self._row_bytes = (before + argument.dim[-1]) * item_bytes
         # The driver lists the innermost axis first, and no stride for it.
         steps = [step * item_bytes for step in reversed(argument.stride[:-1])]
         self._leading = (_DATA_TYPES[argument.data_type], rank)
@@ -152,13 +169,16 @@ class TensorMapEncoder:
             BindingError: if the address is not a multiple of 16 bytes.
             LaunchError: if the driver refuses.
         """
+        owned = stop - start if self.is_flat else 0
+        if self.is_flat and owned < self._row_bytes:
+            # A copy begins at row 0 also where no sequence has one: that must be readable.
+            start, owned = nothing(device_index), 0
         if start % STEP_BYTES or not start:
             raise BindingError(
                 f"tensor {self._label}: address {start:#x}; this plan reads it through a tensor "
                 f"map, which needs a multiple of {STEP_BYTES} bytes. Copy it, or bar the engine "
                 "before the graph is built: graph.deselect_engines(['hopper'])"
             )
-        owned = stop - start if self.is_flat else 0
         memory = _MapMemory()
         skip = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
         place = ctypes.addressof(memory) + skip
@@ -186,14 +206,14 @@ class TensorMapEncoder:
         )
 
     def _flat_dim(self, owned_bytes: int) -> ctypes.Array[ctypes.c_uint64]:
-        """The extents for a buffer of ``owned_bytes``: as many rows as all heads have of it."""
+        """The extents for a buffer of ``owned_bytes``: as many rows as all heads have of it.
+
+        One element if that is none: a map has no empty axis.
+        """
         made = self._argument
-        owned = owned_bytes // (made.data_type.bits // 8)
-        before = sum(
-            (extent - 1) * step
-            for extent, step in zip(made.dim[:-2], made.stride[:-2], strict=True)
-        )
-        # No row at all is one that no sequence has: a map has no empty axis.
-        rows = max((owned - before - made.dim[-1]) // made.stride[-2] + 1, 1)
+        if owned_bytes < self._row_bytes:
+            return (ctypes.c_uint64 * made.rank)(*([1] * made.rank))
+        step_bytes = made.stride[-2] * (made.data_type.bits // 8)
+        rows = (owned_bytes - self._row_bytes) // step_bytes + 1
         dim = (made.dim[-1], rows, *reversed(made.dim[:-2]))
         return (ctypes.c_uint64 * made.rank)(*dim)

@@ -233,7 +233,7 @@ def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> Kernel
     module = load_module(kernel.digest, code.image, code.name, code.shared_bytes, device_index)
     if kernel.cluster > MAX_PORTABLE_CLUSTER:
         allow_wide_clusters(module.function, code.name, device_index)
-    return KernelLaunch(
+    launch = KernelLaunch(
         code.name,
         module.function,
         require_grid(kernel.grid, code.name),
@@ -244,3 +244,9 @@ def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> Kernel
         is_early=kernel.is_early,
         cluster=kernel.cluster,
     )
+    if any(encoder.is_flat for _, encoder in launch.maps):
+        from tilewright.launch.tensor_maps import nothing
+
+        # Now, since calls allocate nothing.
+        nothing(device_index)
+    return launch

@@ -80,7 +80,8 @@ def test_a_ragged_operand_has_as_many_rows_as_its_buffer_owns() -> None:
         owned = tokens * 3 * 8 * 2
         assert tuple(encoder._flat_dim(owned)) == (8, tokens, 3, 1)
         # The last token's last head may end the buffer early: then that token is none.
-        assert tuple(encoder._flat_dim(owned - 2)) == (8, max(tokens - 1, 1), 3, 1)
+        fewer = (8, tokens - 1, 3, 1) if tokens > 1 else (1, 1, 1, 1)
+        assert tuple(encoder._flat_dim(owned - 2)) == fewer
 
 
 class Library:
@@ -120,6 +121,26 @@ def test_a_known_map_is_written_anew_by_its_address(monkeypatch: pytest.MonkeyPa
     for start, owned in ((4096, 160), (8192, 160), (8192, 320)):
         encoder.encode(start, start + owned, 0)
     assert library.asked == ["encode", "replace", "encode"]
+
+
+@pytest.mark.parametrize("owned", [0, 2, 46])
+@pytest.mark.parametrize("start", [0, 4096, 4098])
+def test_the_map_of_a_packed_operand_without_a_row_leads_to_memory_of_ours(
+    start: int, owned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A copy begins at row 0 whatever a sequence has, and behind an empty buffer may be no memory.
+    library = Library()
+    monkeypatch.setattr(tensor_maps, "driver", lambda: library)
+    monkeypatch.setattr(tensor_maps, "nothing", lambda device_index: 16 * (7 + device_index))
+    graph = tw.Graph(handle=tw.create_handle("cpu"))
+    offsets = graph.tensor((3, 1, 1, 1), data_type="int32")
+    packed = graph.tensor((2, 3, 9, 8), (72, 8, 24, 1), data_type="half", ragged_offset=offsets)
+    encoder = TensorMapEncoder(tensor_map(packed, 0, (1, 1, 8, 8)))
+    made = encoder.encode(start, start + owned, 2)
+    assert struct.unpack("<Q", made[-8:]) == (16 * 9,)
+    # And a row is a row.
+    encoder.encode(8192, 8192 + 48, 2)
+    assert library.asked == ["encode", "encode"]
 
 
 def test_a_thread_that_has_no_context_gets_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
