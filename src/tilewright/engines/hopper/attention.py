@@ -134,6 +134,9 @@ def plan_with(
     if spec.is_paged:
         # Boxes that lie in one page, and in one stripe of columns in shared memory.
         k_box, v_box = (math.gcd(ports[port].dim[2], config.block_n) for port in "kv")
+        if k_box == 1 and depth == 96:
+            # Copies go to multiples of 128 bytes, and a row of a third of 96 columns has 64.
+            depth, slabs = 128, 1
         slabs, panel = max(slabs, depth // _PANEL), _PANEL
     widths = {
         "q": (WARPGROUP_ROWS, depth // slabs),

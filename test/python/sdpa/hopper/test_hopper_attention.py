@@ -168,6 +168,16 @@ def paged(
 
 
 @pytest.mark.L0
+def test_copies_of_paged_rows_go_to_multiples_of_128_bytes() -> None:
+    for size in range(8, 257, 8):
+        for page in (1, 2, 3, 16):
+            plan = attention.plan(paged(page, page, depth=(size, size)), (), 132)
+            told = dict(plan.kernels[0].spec.constants)
+            row_bytes = told["DEPTH"] // told["SLABS"] * 2
+            assert told["K_BOX"] * row_bytes % 128 == 0, (size, page, told)
+
+
+@pytest.mark.L0
 def test_a_box_of_paged_rows_lies_in_one_page() -> None:
     for k_page, v_page, boxes in (
         (16, 16, (16, 16)),

@@ -175,6 +175,7 @@ def soft_cap(cap: float) -> Any:
                 "4 and 6": Variant(pages=(4, 6), size=64, band="causal"),
                 "1": Variant(pages=(1, 1), is_token_major=True),
                 "7 and 1": Variant(pages=(7, 1), size=64),
+                "1 and 3, size 72": Variant(pages=(1, 3), size=72),
                 "100": Variant(pages=(100, 100), size=256, dtype=torch.float16),
                 "size 64": Variant(size=64, pages=(32, 16), band="window", left=70),
                 "size 256": Variant(size=256, pages=(16, 32), band="causal"),
