@@ -181,6 +181,22 @@ def test_packed_operands_that_are_cut_out_of_others(engine: str, kind: str) -> N
     assert all(is_near(got, want) for got, want in zip(*made, strict=True))
 
 
+@pytest.mark.L0
+def test_packed_sequences_without_any_key(engine: str) -> None:
+    # No buffer of keys owns a byte: an address that a copy may not read.
+    lengths, heads, width = [70, 0, 80], 2, 64
+    q = draw(8, sum(lengths), heads, width).requires_grad_()
+    k, v = (torch.empty(0, heads, width, dtype=BF16, device=DEVICE) for _ in range(2))
+    prefix = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    none = torch.zeros_like(prefix)
+    leaves = [q, k.requires_grad_(), v.requires_grad_()]
+    options: dict[str, Any] = {"causal": True, "return_stats": True, "engine": engine}
+    o, stats = ops.sdpa_varlen(*leaves, prefix, none, 80, 80, **options)
+    assert not o.any() and torch.isneginf(stats).all()
+    gradients = torch.autograd.grad(o, leaves, torch.ones_like(o))
+    assert not any(gradient.any() for gradient in gradients)
+
+
 def is_near(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Up to what another tile, or another order of a sum, changes."""
     is_finite = want.isfinite()
