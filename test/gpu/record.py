@@ -5,7 +5,7 @@
 Needs a CUDA device, torch, triton, pytest and pytest-xdist. Which tests those are is found by their
 marks and reasons (gpu_tests.py beside this file). The record holds device, versions, commands, each
 test's outcome and seconds, and what verify found; the exit status is 0 if nothing failed. What the
-device's last record in test/gpu/records lacks for want of time comes first.
+record before (--last; the device's in test/gpu/records) lacks for want of time comes first.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="test processes (8)")
     parser.add_argument("--levels", default="L0", metavar="MARKS", help="mark expression (L0)")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of all")
+    parser.add_argument("--last", type=Path, metavar="PATH", help="the record before")
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.limit
     # Children find the package, and the plugin beside this file.
@@ -241,7 +242,7 @@ def main() -> int:
         folder = Path(temporary)
         verifying = start_verify(folder)
         limit = end - time.monotonic() - _RESERVE_S
-        last = last_record(record["device"])
+        last = arguments.last or last_record(record["device"])
         record["pytest"] = run_tests(folder, arguments.workers, arguments.levels, limit, last)
         write(arguments.record, record)
         record["verify"] = finish_verify(verifying, end)
