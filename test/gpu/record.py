@@ -106,7 +106,7 @@ def run_tests(
     os.environ[gpu_tests.OUTCOMES] = str(outcomes)
     os.environ[gpu_tests.UNTIL] = str(time.time() + limit_s - _ENDING_S)
     os.environ[gpu_tests.ROOM] = str(workers * (limit_s - _STARTING_S - _ENDING_S) * _BUSY)
-    os.environ[gpu_tests.LAST] = "" if last is None else str(last)
+    os.environ[gpu_tests.LAST] = "" if last is None else str(last.resolve())
     files = [str(path.relative_to(ROOT)) for path in gpu_tests.candidates(ROOT / "test/python")]
     head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_tests"]
     head += ["-p", "no:cacheprovider", "-q", "-n", str(workers), "--maxschedchunk", "2"]
