@@ -56,8 +56,9 @@ class BoundLaunch:
         )
         self._keep = (where, memory)
         self.extra = ctypes.byref(where)
-        # What the block's tensor maps point to now: the same again needs no encoding.
-        self._mapped = [(0, 0)] * len(launch.maps)
+        # What the block's tensor maps point to now: the same again needs no encoding. An empty
+        # operand is at (0, 0).
+        self._mapped: list[tuple[int, int] | None] = [None] * len(launch.maps)
         call = launch.call
         self._launch_kernel, self._streams, self._function = (
             call.launch,

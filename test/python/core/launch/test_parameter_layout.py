@@ -50,6 +50,18 @@ def launch(arguments: int) -> KernelLaunch:
     )
 
 
+class Encoder:
+    """A driver that writes what it is told into the first words of a map."""
+
+    def cuTensorMapEncodeTiled(self, place: int, kind: int, rank: int, start: int, *_: Any) -> int:
+        ctypes.memmove(place, struct.pack("<3Q", kind, rank, start), 24)
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place: int, start: int) -> int:
+        ctypes.memmove(place + 16, struct.pack("<Q", start), 8)
+        return 0
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
@@ -71,17 +83,6 @@ def test_parameters_are_where_the_driver_says(library: Library) -> None:
 def test_a_map_of_the_workspace_follows_the_workspace(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Encoder:
-        def cuTensorMapEncodeTiled(
-            self, place: int, kind: int, rank: int, start: int, *_: Any
-        ) -> int:
-            ctypes.memmove(place, struct.pack("<3Q", kind, rank, start), 24)
-            return 0
-
-        def cuTensorMapReplaceAddress(self, place: int, start: int) -> int:
-            ctypes.memmove(place + 16, struct.pack("<Q", start), 8)
-            return 0
-
     monkeypatch.setattr(tensor_maps, "driver", Encoder)
     sums = scratch_map("sums", DataType.FLOAT, 256, (2, 48, 32), (1, 16, 32))
     assert sums.stride == (48 * 32, 32, 1)
@@ -100,6 +101,30 @@ def test_a_map_of_the_workspace_follows_the_workspace(
         bound.fill([0x1000], [0x2000], (), workspace)
         assert struct.unpack_from("<3Q", bound.block, 0x30) == (7, 3, workspace + 256)
         assert struct.unpack_from("<Q", bound.block, 0xD8) == (0x1000,)
+
+
+def test_the_first_map_of_a_block_is_written_wherever_the_operand_is(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An empty tensor of CUDA is at address 0, and a block's map that nobody wrote is no map.
+    monkeypatch.setattr(tensor_maps, "driver", Encoder)
+    monkeypatch.setattr(tensor_maps, "nothing", lambda device_index: 0x4000)
+    packed = TensorMap(
+        0, "k", DataType.HALF, (2, 16, 64), (4096, 64, 1), (1, 16, 64), 128, is_flat=True
+    )
+    memory = ctypes.create_string_buffer(8)
+    made = KernelLaunch(
+        "k",
+        ctypes.addressof(memory),
+        (1, 1, 1),
+        128,
+        0,
+        ["tensordesc", "*fp16", "i32"],
+        [packed, Operand(0), Constant(7)],
+    )
+    bound = BoundLaunch(made, 0)
+    bound.fill([0], [0], (), 0)
+    assert struct.unpack_from("<3Q", bound.block, 0x30) == (6, 3, 0x4000)
 
 
 def test_a_kernel_with_fewer_parameters_is_an_error(library: Library) -> None:
