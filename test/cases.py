@@ -546,6 +546,7 @@ CASES: tuple[Case, ...] = (
             f"{SDPA}::test_merging_states",
             f"{ATTENTION}::test_split_keys",
             f"{P}/sdpa/triton/test_triton_attention_decode.py",
+            f"{P}/sdpa/triton/test_triton_attention_joined_on_gpu.py",
             f"{P}/sdpa/triton/test_triton_attention_functions.py",
             f"{KERNELS}::test_programs_of_few_queries_stay_and_take_run_after_run",
         ),
