@@ -60,8 +60,7 @@ class Builder:
 
         ``dim`` and ``stride`` are in elements; an absent ``stride`` means packed, row-major. An
         absent ``data_type`` is the graph's ``io_data_type``. ``alignment_value`` is the alignment
-        in bytes that every bound buffer promises; 0 means the element's own, and that more is
-        likely: kernels for other addresses are then compiled when one comes.
+        in bytes that every bound buffer promises; 0 means the element's own.
 
         Raises:
             GraphError: if an argument has the wrong type, or the uid is taken.

@@ -37,11 +37,6 @@ def kernel_code(spec: KernelSpec, compute_capability: tuple[int, int]) -> tuple[
         return digest, code
 
 
-def kernel_digest(spec: KernelSpec, compute_capability: tuple[int, int]) -> str:
-    """The digest of the key under which ``kernel_code`` finds the kernel's code."""
-    return key_of(spec, compute_capability).digest()
-
-
 def stored_code(digest: str) -> KernelCode | None:
     """The code whose key has this digest, from memory or the store; None if neither has it."""
     with _lock:

@@ -116,14 +116,11 @@ class CompiledEngine:
 
         def resolved() -> tuple[ResolvedPlan, Codes]:
             target = torch.cuda.get_device_capability(device)
-            plan = self.plan(graph, knobs, _sm_count(device))
-            is_whole = executable.expects_any_address(graph, plan.needs_aligned)
-            return executable.resolve(plan, target, is_whole=is_whole)
+            return executable.resolve(self.plan(graph, knobs, _sm_count(device)), target)
 
         codes = None
         if known is not None:
-            is_whole = executable.expects_any_address(graph, known.needs_aligned)
-            codes = executable.stored_codes(known, lambda: resolved()[1], is_whole=is_whole)
+            codes = executable.stored_codes(known, lambda: resolved()[1])
         if known is None or codes is None:
             known, codes = resolved()
             if keys is not None:

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewright.artifact.code import KernelCode
-from tilewright.engines.compiled.code_cache import (
-    is_stored,
-    kernel_code,
-    kernel_digest,
-    stored_code,
-)
-from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES, KernelSpec
+from tilewright.engines.compiled.code_cache import is_stored, kernel_code, stored_code
+from tilewright.engines.compiled.compiler import POINTER_ALIGNMENT_BYTES
 from tilewright.engines.compiled.resolved import Codes, ResolvedKernel, ResolvedPlan
 from tilewright.errors import LaunchError
-from tilewright.graph.graph import DeclaredGraph
 from tilewright.launch.binder import Binder, Binding
-from tilewright.launch.context import outside_modes
 from tilewright.launch.cuda_driver import (
     MAX_PORTABLE_CLUSTER,
     allow_wide_clusters,
@@ -42,7 +35,7 @@ class CudaExecutable:
     workspace_alignment_bytes = POINTER_ALIGNMENT_BYTES
 
     def __init__(self, plan: ResolvedPlan, device: torch.device, codes: Codes) -> None:
-        # The plan behind is had by the first call that needs it: most processes have none.
+        # The plan behind is loaded by the first call that needs it: most processes have none.
         self._behind = None if plan.fallback is None else (plan.fallback, device, codes)
         self._fallback: CudaExecutable | None = None
         self.workspace: WorkspacePlan = plan_workspace(list(plan.scratch))
@@ -102,7 +95,8 @@ class CudaExecutable:
             for slot in self._needs_aligned:
                 if starts[slot] & (POINTER_ALIGNMENT_BYTES - 1):
                     if self._fallback is None:
-                        self._fallback = _made_now(*self._behind)
+                        # Two threads that come here at once make one each, of one module.
+                        self._fallback = CudaExecutable(*self._behind)
                     return self._fallback
         return self
 
@@ -110,50 +104,19 @@ class CudaExecutable:
         return workspace_pointer(workspace) if self.workspace.size_bytes else 0
 
 
-def expects_any_address(graph: DeclaredGraph, slots: Sequence[int]) -> bool:
-    """True if an operand that a plan needs aligned is declared as aligned less, so is no surprise.
-
-    Then the plan behind is built along. One that declares nothing may still come at any address.
-    """
-    bound = [*graph.inputs(), *graph.outputs()]
-    return any(0 < bound[slot].alignment_value < POINTER_ALIGNMENT_BYTES for slot in slots)
-
-
-def _made_now(plan: ResolvedPlan, device: torch.device, codes: Codes) -> CudaExecutable:
-    """The plan behind, at the first call that needs it; two at once make one each, of one module.
-
-    Raises:
-        LaunchError: if its code has to be compiled and the compiler is forbidden.
-    """
-    try:
-        with outside_modes():
-            return CudaExecutable(plan, device, codes)
-    except LaunchError as error:
-        raise LaunchError(
-            f"{error} (for operands whose addresses are no multiples of {POINTER_ALIGNMENT_BYTES} "
-            "bytes; a plan is built with that where a smaller alignment_value is declared)"
-        ) from error
-
-
 def resolve(
-    plan: KernelPlan, compute_capability: tuple[int, int], *, is_whole: bool = False
-) -> tuple[ResolvedPlan, Codes]:
+    plan: KernelPlan, compute_capability: tuple[int, int]
+) -> tuple[ResolvedPlan, dict[str, KernelCode]]:
     """A family's plan with the code of every kernel, by digest; compiles what is not there.
-
-    Of the plan behind it, the code is made when it is asked for, unless ``is_whole``.
 
     Raises:
         LaunchError: if the compiler is needed and forbidden.
         NotSupportedError: if the compiler cannot serve a kernel.
     """
-    codes = _LateCodes(compute_capability)
-    return _resolved(plan, codes, is_now=True, is_whole=is_whole), codes
-
-
-def _resolved(plan: KernelPlan, codes: _LateCodes, *, is_now: bool, is_whole: bool) -> ResolvedPlan:
+    codes: dict[str, KernelCode] = {}
     kernels = []
     for kernel in plan.kernels:
-        digest = codes.make(kernel.spec) if is_now else codes.note(kernel.spec)
+        digest, codes[digest] = kernel_code(kernel.spec, compute_capability)
         types = tuple(kind for _, kind in kernel.spec.types)
         kernels.append(
             ResolvedKernel(
@@ -162,43 +125,16 @@ def _resolved(plan: KernelPlan, codes: _LateCodes, *, is_now: bool, is_whole: bo
         )
     behind = None
     if plan.fallback is not None:
-        behind = _resolved(plan.fallback, codes, is_now=is_whole, is_whole=is_whole)
-    return ResolvedPlan(tuple(kernels), plan.scratch, plan.needs_aligned, behind)
+        behind, more = resolve(plan.fallback, compute_capability)
+        codes |= more
+    return ResolvedPlan(tuple(kernels), plan.scratch, plan.needs_aligned, behind), codes
 
 
-class _LateCodes(dict[str, KernelCode]):
-    """Code by digest, some of it made when it is asked for."""
-
-    def __init__(self, compute_capability: tuple[int, int]) -> None:
-        super().__init__()
-        self._target = compute_capability
-        self._noted: dict[str, KernelSpec] = {}
-
-    def make(self, spec: KernelSpec) -> str:
-        digest, self[digest] = kernel_code(spec, self._target)
-        return digest
-
-    def note(self, spec: KernelSpec) -> str:
-        digest = kernel_digest(spec, self._target)
-        self._noted[digest] = spec
-        return digest
-
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._noted or super().__contains__(digest)
-
-    def __missing__(self, digest: str) -> KernelCode:
-        self.make(self._noted[digest])
-        return self[digest]
-
-
-def stored_codes(
-    plan: ResolvedPlan, remake: Callable[[], Codes], *, is_whole: bool = False
-) -> Codes | None:
+def stored_codes(plan: ResolvedPlan, remake: Callable[[], Codes]) -> Codes | None:
     """The code of every kernel of a stored plan, by digest; None if one is not there.
 
-    Of the plan behind it, the code is read when it is asked for, and must be there only if
-    ``is_whole``. If it is damaged then, or not there, ``remake`` tells the code of all kernels as
-    their family has them.
+    Of the plan behind it, the code is read when it is asked for; if it is damaged then, or gone,
+    ``remake`` tells the code of all kernels as their family has them.
     """
     codes = _StoredCodes(remake)
     for kernel in plan.kernels:
@@ -206,9 +142,7 @@ def stored_codes(
         if code is None:
             return None
         codes[kernel.digest] = code
-    if is_whole and not all(d in codes or is_stored(d) for d in plan.digests()):
-        return None
-    return codes
+    return codes if all(d in codes or is_stored(d) for d in plan.digests()) else None
 
 
 class _StoredCodes(dict[str, KernelCode]):
@@ -217,16 +151,13 @@ class _StoredCodes(dict[str, KernelCode]):
         self._remake = remake
 
     def __missing__(self, digest: str) -> KernelCode:
-        code = stored_code(digest)
-        if code is not None:
-            return code
-        made = self._remake()
-        if digest not in made:
+        code = stored_code(digest) or self._remake().get(digest)
+        if code is None:
             raise LaunchError(
-                f"the store has no code of a built plan ({digest[:16]}), and its sources are not "
-                "what they were: build the plan again"
+                f"the store has lost code of a built plan ({digest[:16]}), and its sources are "
+                "not what they were: build the plan again"
             )
-        return made[digest]
+        return code
 
 
 def _load(kernel: ResolvedKernel, code: KernelCode, device_index: int) -> KernelLaunch:

@@ -316,15 +316,10 @@ phase = tw.norm_forward_phase.INFERENCE
 y, _ = graph.rmsnorm(phase, x, scale, None, graph.tensor_scalar(1e-6))
 y.set_output(True).set_name("y")
 graph.build()
-refused = ""
-for skip in json.loads(sys.argv[2]):
-    try:
-        graph.execute({"x": (1 << 20) + skip, "scale": 1 << 21, "y": 1 << 22})
-    except tw.LaunchError as error:
-        refused = str(error)
+graph.execute({"x": 1 << 20, "scale": 1 << 21, "y": 1 << 22})
+graph.execute({"x": (1 << 20) + 2, "scale": 1 << 21, "y": 1 << 22})
 now = counters()
 print(json.dumps({
-    "refused": refused,
     "plan": graph.plans[0].name,
     "launched": launched,
     "triton": "triton" in sys.modules,
@@ -338,16 +333,11 @@ print(json.dumps({
 
 @pytest.fixture
 def run(child_environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
-    """Return a function (sm_count, skips, **variables) that plans, builds and launches apart.
+    """Return a function (sm_count, **variables) that plans, builds and launches in a process."""
 
-    There is a launch for each of ``skips``: bytes of an operand behind a multiple of 16.
-    """
-
-    def run_second(
-        sm_count: int = 132, skips: tuple[int, ...] = (0, 2), **variables: str
-    ) -> dict[str, Any]:
+    def run_second(sm_count: int = 132, **variables: str) -> dict[str, Any]:
         child = subprocess.run(
-            [sys.executable, "-c", SECOND, str(sm_count), json.dumps(skips)],
+            [sys.executable, "-c", SECOND, str(sm_count)],
             capture_output=True,
             text=True,
             env=child_environment | variables,
@@ -379,24 +369,16 @@ def test_what_is_compiled_ahead_needs_no_triton_where_it_runs(
 
 @pytest.mark.L0
 def test_a_second_process_imports_no_triton(run: Callable[..., dict[str, Any]]) -> None:
-    first = run(skips=(0,))
-    assert first["triton"] and first["family"] and first["writes"] == 2
-    # What no call needed is not compiled, and so not stored.
-    assert first["compiles"] == len(first["launched"]) == 1
+    first = run()
+    assert first["triton"] and first["family"] and first["compiles"] > 0 and first["writes"] == 2
+    assert len(first["launched"]) == 2
     second = run(TILEWRIGHT_FORBID_COMPILER="1")
-    assert second["launched"] == first["launched"], "a call that needs it runs nothing"
-    assert "is not in the store (looked up: absent)" in second["refused"]
-    assert "no multiples of 16 bytes" in second["refused"]
-    third = run()
-    assert third["compiles"] == 1 and third["hits"] == 2 and third["refused"] == ""
-    fourth = run(TILEWRIGHT_FORBID_COMPILER="1")
-    assert not fourth["triton"] and not fourth["family"]
-    assert fourth["compiles"] == 0 and fourth["hits"] == 2 and fourth["writes"] == 0
-    assert len(fourth["launched"]) == 2 and fourth["launched"] == third["launched"]
-    assert fourth["plan"] == first["plan"]
+    assert not second["triton"] and not second["family"]
+    assert second["compiles"] == 0 and second["hits"] == 2 and second["writes"] == 0
+    assert second["launched"] == first["launched"] and second["plan"] == first["plan"]
     # On another device the plan is made anew; the code, which does not depend on that, is there.
-    fifth = run(131, TILEWRIGHT_FORBID_COMPILER="1")
-    assert fifth["family"] and fifth["compiles"] == fifth["hits"] == 0 and fifth["writes"] == 2
+    third = run(131, TILEWRIGHT_FORBID_COMPILER="1")
+    assert third["family"] and third["compiles"] == third["hits"] == 0 and third["writes"] == 2
 
 
 @pytest.mark.L0

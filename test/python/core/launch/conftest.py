@@ -96,7 +96,6 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "device", Current)
     code = KernelCode("k", b"code", 128, 0, (9, 0))
     monkeypatch.setattr(executable, "kernel_code", lambda spec, target: (spec.name, code))
-    monkeypatch.setattr(executable, "kernel_digest", lambda spec, target: spec.name)
     # A handle is a number to us.
     module = lambda name, *_: types.SimpleNamespace(function=0x1000 * int(name))  # noqa: E731
     monkeypatch.setattr(executable, "load_module", module)

@@ -53,7 +53,6 @@ def asked(monkeypatch: pytest.MonkeyPatch, fake_driver: Any) -> list[tuple[str, 
     capability = lambda device: DEVICES[torch.device(device).index][0]  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(executable, "kernel_code", code)
-    monkeypatch.setattr(executable, "kernel_digest", lambda spec, target: f"{spec.name} {target}")
     monkeypatch.setattr(executable, "load_module", load)
     monkeypatch.setattr(normalization, "plan", planned)
     monkeypatch.setenv("TILEWRIGHT_CACHE", "0")
