@@ -50,6 +50,21 @@ def launch(arguments: int) -> KernelLaunch:
     )
 
 
+def bound_to(mapped: TensorMap) -> BoundLaunch:
+    """A block whose first parameter is a map."""
+    memory = ctypes.create_string_buffer(8)
+    made = KernelLaunch(
+        "k",
+        ctypes.addressof(memory),
+        (1, 1, 1),
+        128,
+        0,
+        ["tensordesc", "*fp16", "i32"],
+        [mapped, Operand(0), Constant(7)],
+    )
+    return BoundLaunch(made, 0)
+
+
 class Encoder:
     """A driver that writes what it is told into the first words of a map."""
 
@@ -86,17 +101,7 @@ def test_a_map_of_the_workspace_follows_the_workspace(
     monkeypatch.setattr(tensor_maps, "driver", Encoder)
     sums = scratch_map("sums", DataType.FLOAT, 256, (2, 48, 32), (1, 16, 32))
     assert sums.stride == (48 * 32, 32, 1)
-    memory = ctypes.create_string_buffer(8)
-    made = KernelLaunch(
-        "k",
-        ctypes.addressof(memory),
-        (1, 1, 1),
-        128,
-        0,
-        ["tensordesc", "*fp16", "i32"],
-        [sums, Operand(0), Constant(7)],
-    )
-    bound = BoundLaunch(made, 0)
+    bound = bound_to(sums)
     for workspace in (0x10000, 0x20000, 0x20000, 0x10000):
         bound.fill([0x1000], [0x2000], (), workspace)
         assert struct.unpack_from("<3Q", bound.block, 0x30) == (7, 3, workspace + 256)
@@ -112,17 +117,7 @@ def test_the_first_map_of_a_block_is_written_wherever_the_operand_is(
     packed = TensorMap(
         0, "k", DataType.HALF, (2, 16, 64), (4096, 64, 1), (1, 16, 64), 128, is_flat=True
     )
-    memory = ctypes.create_string_buffer(8)
-    made = KernelLaunch(
-        "k",
-        ctypes.addressof(memory),
-        (1, 1, 1),
-        128,
-        0,
-        ["tensordesc", "*fp16", "i32"],
-        [packed, Operand(0), Constant(7)],
-    )
-    bound = BoundLaunch(made, 0)
+    bound = bound_to(packed)
     bound.fill([0], [0], (), 0)
     assert struct.unpack_from("<3Q", bound.block, 0x30) == (6, 3, 0x4000)
 

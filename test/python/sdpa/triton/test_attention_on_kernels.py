@@ -27,15 +27,6 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=["triton", "hopper"])
-def engine(request: pytest.FixtureRequest) -> str:
-    """An engine of kernels that the machine has."""
-    name = str(request.param)
-    if name == "hopper" and not (HAS_GPU and torch.cuda.get_device_capability() == (9, 0)):
-        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
-    return name
-
-
 def draw(seed: int, *dim: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(dim, generator=generator).to(dtype).to(DEVICE)

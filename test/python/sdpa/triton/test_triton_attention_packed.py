@@ -9,31 +9,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from attention_cases.case import Case
 from attention_cases.running import Declared
+from attention_cases.warp_groups import execute, plan_with
 
 import tilewright as tw
-from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton import attention, attention_config
-from tilewright.engines.triton.attention_config import ForwardConfig, choose_config
+from tilewright.engines.triton import attention_config
+from tilewright.engines.triton.attention_config import choose_config
 from tilewright.engines.triton.attention_packed import packed_plan, packed_units
 from tilewright.engines.triton.attention_packed_order import HEADER, WORDS
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.engines.triton.engine import interpreting
 
 interprets = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="interprets kernels")
-
-
-def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
-    graph.build()
-    assert graph.selected_engine == "triton", graph.explain()
-    size = graph.get_workspace_size()
-    graph.execute(pack, torch.full((max(size, 1),), 0xAB, dtype=torch.uint8))
 
 
 def packed(**levels: Any) -> Case:
@@ -53,16 +45,9 @@ CASES = [
 @interprets
 @pytest.mark.parametrize(("case", "is_persistent"), CASES, ids=str)
 def test_packed_sequences(case: Case, is_persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[KernelPlan] = []
     if not is_persistent:
         monkeypatch.setattr(attention_config, "DEALT_SHARED_BYTES", 0)
-
-    def plan(spec: AttentionSpec, slots: Mapping[int, int], *_: Any) -> KernelPlan:
-        config = ForwardConfig(16, 16, 4, 2, programs=3)
-        taken.append(packed_plan(spec, slots, config, is_aligned=False))
-        return taken[-1]
-
-    monkeypatch.setattr(attention, "_plan", plan)
+    taken = plan_with(packed_plan, monkeypatch)
     with interpreting():
         Declared(case, "cpu").run(execute)
     names = [kernel.spec.name for kernel in taken[-1].kernels]
@@ -74,11 +59,7 @@ def test_packed_sequences(case: Case, is_persistent: bool, monkeypatch: pytest.M
 def test_of_lengths_that_pass_the_declared_bound_no_more_are_placed_than_have_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def plan(spec: AttentionSpec, slots: Mapping[int, int], *_: Any) -> KernelPlan:
-        config = ForwardConfig(16, 16, 4, 2, programs=3)
-        return packed_plan(spec, slots, config, is_aligned=False)
-
-    monkeypatch.setattr(attention, "_plan", plan)
+    plan_with(packed_plan, monkeypatch)
     sums = torch.arange(0, 1201, 40).int().view(-1, 1, 1, 1)
     graph = tw.Graph(io_data_type="float32", handle=tw.create_handle("cpu"))
     total = graph.tensor(sums.shape, data_type="int32")

@@ -9,21 +9,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from attention_cases.case import Case
 from attention_cases.running import Declared
+from attention_cases.warp_groups import execute, plan_with
 
 import tilewright as tw
-from tilewright.engines.compiled.planned import KernelPlan
-from tilewright.engines.triton import attention, attention_config, attention_specialized
+from tilewright.engines.triton import attention_config, attention_specialized
 from tilewright.engines.triton.attention_arguments import KernelArguments
 from tilewright.engines.triton.attention_config import (
-    ForwardConfig,
     choose_config,
     has_even_edges,
 )
@@ -35,13 +32,6 @@ from tilewright.engines.triton.engine import interpreting
 pytestmark = pytest.mark.L0
 
 interprets = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="interprets kernels")
-
-
-def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
-    graph.build()
-    assert graph.selected_engine == "triton", graph.explain()
-    size = graph.get_workspace_size()
-    graph.execute(pack, torch.full((max(size, 1),), 0xAB, dtype=torch.uint8))
 
 
 CASES = [
@@ -62,18 +52,11 @@ CASES = [
 def test_warp_groups_compute_attention(
     case: Case, is_persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[KernelPlan] = []
     # The last group of heads is a smaller one.
     monkeypatch.setattr(attention_specialized, "heads_at_a_time", lambda _: 3)
     if not is_persistent:
         monkeypatch.setattr(attention_config, "DEALT_SHARED_BYTES", 0)
-
-    def plan(spec: AttentionSpec, slots: Mapping[int, int], *_: Any) -> KernelPlan:
-        config = ForwardConfig(16, 16, 4, 2, programs=3)
-        taken.append(specialized_plan(spec, slots, config, is_aligned=False))
-        return taken[-1]
-
-    monkeypatch.setattr(attention, "_plan", plan)
+    taken = plan_with(specialized_plan, monkeypatch)
     with interpreting():
         Declared(case, "cpu").run(execute)
     names = [kernel.spec.name for kernel in taken[-1].kernels]
