@@ -40,7 +40,12 @@ def test_what_failed_is_on_the_page(
     machine = {"device": "GPU", "date": "2026-01-02", "versions": {"torch": "2.11"}}
     run = {"command": "pytest", "exit_status": 124, "seconds": 9.6, "totals": {"failed": 1}}
     check = {"name": "ours", "families": ["norms"], "counts": {"broken": 1}, "deviates": []}
-    side = {"tests": {"passed": 2}, "cases_run": 40, "cases_declined": 3, "failed": {"e": "far"}}
+    side = {
+        "tests": {"passed": 2, "skipped": 1},
+        "cases_run": 40,
+        "cases_declined": 3,
+        "failed": {"e": "far"},
+    }
     records = {
         "tests": {
             "pytest": run,
@@ -71,7 +76,7 @@ def test_what_failed_is_on_the_page(
         "memcheck 0 of 1",
         "| memcheck: norm | 1 error |",
         "racecheck 1 of 1",
-        "Forward: 40 cases ran, 3 declined; tests: 2 passed.",
+        "Forward: 40 cases ran, 3 declined; tests: 2 passed, 1 left out for want of time.",
         "| why | 3 |",
         "| e | far |",
         "NOT as expected: alone",
