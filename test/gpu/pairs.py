@@ -8,13 +8,15 @@ test_hopper_attention_pairs.py and test_hopper_backward_pairs.py; each runs a do
 cases against the float64 oracle.
 The record holds device, versions, command, and for each direction of each engine, and for few
 queries whose keys are split, the cases that ran, those that an engine declined by reason, and the
-tests that failed; the exit status is 0 if none did and all were run.
+tests that failed; the exit status is 0 if none did and all were run. The directions whose tests are
+longest in the record before (--last; the device's in test/gpu/records) come first.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import os
 import shlex
@@ -45,22 +47,47 @@ ON_HOPPER = {
     "forward on Hopper": ("hopper/test_hopper_attention_pairs.py", "test_every_pair_of_features"),
     "backward on Hopper": ("hopper/test_hopper_backward_pairs.py", "test_every_pair_of_features"),
 }
-# Where the plugin below writes, and after when no test begins, in the environment.
-_LINES, _UNTIL = "PAIRS_LINES", "PAIRS_UNTIL"
+# In the environment: where the plugin below writes, when all must be over, and the record before.
+_LINES, _UNTIL, _LAST = "PAIRS_LINES", "PAIRS_UNTIL", "PAIRS_LAST"
 _PROPERTY = "attention_pairs"
-_SHARE_OF_ALL = 0.9
+# From the end of the last test to that of pytest.
+_ENDING_S = 6.0
+# What a test takes of a direction that has no record, and how much longer than others one may take.
+_UNKNOWN_S = 15.0
+_SLOWER = 2.0
+
+
+def direction_of(test: str) -> str:
+    """File and name of a test, without its parameters."""
+    return test.removeprefix(f"{FOLDER}/").partition("[")[0]
+
+
+@functools.cache
+def expected_s(last: str) -> dict[str, float]:
+    """Seconds of a test of each direction, by its file and name, as they were in a record."""
+    record = json.loads(Path(last).read_text(encoding="utf-8")) if last else {}
+    expected = {}
+    for direction, names in (DIRECTIONS | ON_HOPPER).items():
+        told = record.get(direction, {"tests": {}})
+        ran = sum(n for outcome, n in told["tests"].items() if outcome != "skipped")
+        expected["::".join(names)] = told["seconds_of_tests"] / ran if ran else _UNKNOWN_S
+    return expected
+
+
+def _expected_s(item: Any) -> float:
+    return expected_s(os.environ[_LAST]).get(direction_of(item.nodeid), _UNKNOWN_S)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """As a plugin: the quickest kernels first, then those that take longest."""
-    items.sort(key=lambda item: (_PLAIN not in item.nodeid, "backward" not in item.nodeid))
+    """As a plugin: the longest first, so that all processes end at about one time."""
+    items.sort(key=_expected_s, reverse=True)
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """As a plugin: leave a test out when the time is over."""
+    """As a plugin: leave a test out when the time that is left is short of what it may take."""
     import pytest
 
-    if time.time() > float(os.environ[_UNTIL]):
+    if float(os.environ[_UNTIL]) - time.time() < _SLOWER * _expected_s(item):
         pytest.skip("the time is over")
 
 
@@ -100,6 +127,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, required=True, metavar="PATH")
     parser.add_argument("--workers", type=int, default=16, metavar="N", help="test processes (16)")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of all")
+    parser.add_argument("--last", type=Path, metavar="PATH", help="the record before")
     arguments = parser.parse_args()
     places = [str(gpu_record.ROOT / "src"), str(Path(__file__).resolve().parent)]
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
@@ -107,10 +135,12 @@ def main() -> int:
     # Many processes whose references each use all cores take turns instead of work.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
-    os.environ[_UNTIL] = str(time.time() + arguments.limit * _SHARE_OF_ALL)
+    os.environ[_UNTIL] = str(time.time() + arguments.limit - _ENDING_S)
     head = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pairs", "-p", "no:cacheprovider"]
     # A test is handed out when a process is free for it: some compile ten times as long as others.
     machine = gpu_record.machine()
+    last = arguments.last or gpu_record.last_record(machine["device"], "pairs")
+    os.environ[_LAST] = "" if last is None else str(last.resolve())
     directions = DIRECTIONS | (ON_HOPPER if machine["capability"] == [9, 0] else {})
     head += ["-q", "-n", str(arguments.workers), "--maxschedchunk", "1", "-m", "L2"]
     head += [f"{FOLDER}/{file}" for file in dict.fromkeys(file for file, _ in directions.values())]
@@ -133,7 +163,7 @@ def main() -> int:
     found |= {"exit_status": status, "seconds": round(time.monotonic() - began, 1)}
     for direction, names in directions.items():
         test = "::".join(names)
-        found[direction] = summed([ln for ln in lines if ln["test"].partition("[")[0] == test])
+        found[direction] = summed([line for line in lines if direction_of(line["test"]) == test])
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for direction in directions:

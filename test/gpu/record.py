@@ -15,6 +15,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -60,6 +61,9 @@ _RESERVE_S = 5.0
 _STARTING_S, _ENDING_S = 25.0, 6.0
 # How much of the time between workers have a test to run.
 _BUSY = 0.95
+# How often a run tells how far it is, and how pytest does.
+_TOLD_EVERY_S = 20.0
+_SHARE = re.compile(r"\[ *(\d+%)\]")
 _RECORDS = ROOT / "test/gpu/records"
 
 
@@ -75,25 +79,33 @@ class Verifying:
 
 
 def ended(command: list[str], log: Path, limit_s: float) -> int:
-    """Run it with its output in a file; its exit status, or 124 if it was ended at the limit."""
+    """Run pytest with its output in a file; its exit status, or 124 if it was ended at the limit.
+
+    How far it is, is printed now and then.
+    """
+    began = time.monotonic()
     with (
         log.open("w") as file,
         subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         ) as process,
     ):
-        try:
-            return process.wait(timeout=max(limit_s, 1.0))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            return 124
+        while (left_s := began + limit_s - time.monotonic()) > 0:
+            try:
+                return process.wait(timeout=min(left_s, _TOLD_EVERY_S))
+            except subprocess.TimeoutExpired:
+                shares = _SHARE.findall(log.read_text(errors="replace"))
+                told = f"{shares[-1]} of the tests are over" if shares else "tests are being run"
+                print(f"{time.monotonic() - began:.0f} s: {told}", flush=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return 124
 
 
-def last_record(device: str) -> Path | None:
-    """The record of the device that is kept, if there is one."""
+def last_record(device: str, subject: str) -> Path | None:
+    """The record of the device that is kept of "tests" or "pairs", if there is one."""
     name = "_".join(device.lower().split())
-    path = _RECORDS / f"{name}_tests.json"
+    path = _RECORDS / f"{name}_{subject}.json"
     return path if path.exists() else None
 
 
@@ -242,7 +254,7 @@ def main() -> int:
         folder = Path(temporary)
         verifying = start_verify(folder)
         limit = end - time.monotonic() - _RESERVE_S
-        last = arguments.last or last_record(record["device"])
+        last = arguments.last or last_record(record["device"], "tests")
         record["pytest"] = run_tests(folder, arguments.workers, arguments.levels, limit, last)
         write(arguments.record, record)
         record["verify"] = finish_verify(verifying, end)

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
@@ -86,6 +87,16 @@ def check(tool: str, name: str, limit_s: float, *, is_control: bool = False) -> 
     return found
 
 
+def told(rows: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The rows, each printed as it comes."""
+    found = []
+    for row in rows:
+        found.append(row)
+        what = f"{row['tool']:10} {row['sample']:28} {row['status']:3} {row['summary']}"
+        print(f"{len(found):3} of {count}: {what}", flush=True)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path)
@@ -103,20 +114,14 @@ def main() -> int:
 
     names = [row[0].__name__ for row in samples().SAMPLES]
     jobs = [(tool, name) for name in names for tool in TOOLS]
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    tiny = module_of(CONTROLS).CONTROLS if is_hopper else ()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        found = list(pool.map(lambda job: check(*job, arguments.limit), jobs))
-        controls = list(
-            pool.map(
-                lambda name: check("racecheck", name, 40.0, is_control=True),
-                module_of(CONTROLS).CONTROLS
-                if torch.cuda.get_device_capability() == (9, 0)
-                else (),
-            )
+        found = told(pool.map(lambda job: check(*job, arguments.limit), jobs), len(jobs))
+        print("controls:")
+        controls = told(
+            pool.map(lambda name: check("racecheck", name, 40.0, is_control=True), tiny), len(tiny)
         )
-    for row in controls:
-        print(f"control {row['sample']:28} {row['status']:3} {row['summary']}")
-    for row in found:
-        print(f"{row['tool']:10} {row['sample']:28} {row['status']:3} {row['summary']}")
     clean = sum(row["status"] == 0 for row in found)
     print(f"{clean} of {len(found)} clean")
     if arguments.record:

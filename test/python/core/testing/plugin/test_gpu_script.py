@@ -201,3 +201,54 @@ def test_a_record_holds_the_worst_phase_of_each_test(
     record.write(tmp_path / "record.json", {"what": "x", "pytest": {"totals": {}, "tests": tests}})
     written = json.loads((tmp_path / "record.json").read_text())
     assert written["tests"] == {"a": ["failed", 1.5, "why"], "b": ["skipped", 0.5, "no"]}
+
+
+def test_the_longest_pairs_come_first_and_what_has_no_time_is_left_out(
+    suite: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    pairs = load("pairs")
+    # The record tells of two directions; a third has none.
+    seconds = {"plain scores, dense": (["passed"], 5.0), "backward": (["passed", "skipped"], 40.0)}
+    record = {
+        direction: {"tests": dict.fromkeys(outcomes, 2), "seconds_of_tests": 2 * each}
+        for direction, (outcomes, each) in seconds.items()
+    }
+    last, lines = tmp_path / "last.json", tmp_path / "lines"
+    last.write_text(json.dumps(record))
+    dense, other, backward = (
+        "::".join(pairs.DIRECTIONS[name])
+        for name in ("plain scores, dense", "plain scores, packed", "backward")
+    )
+    expected = pairs.expected_s(str(last))
+    assert [expected[name] for name in (dense, other, backward)] == [5.0, 15.0, 40.0]
+    files: dict[str, str] = {}
+    for name in (dense, other, backward):
+        path, _, test = name.partition("::")
+        files[f"{pairs.FOLDER}/{path}"] = files.get(f"{pairs.FOLDER}/{path}", "") + (
+            f"def {test}(record_property): record_property('attention_pairs', 12)\n"
+        )
+    monkeypatch.setenv("PAIRS_LINES", str(lines))
+    monkeypatch.setenv("PAIRS_LAST", str(last))
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent), prepend=os.pathsep)
+    for left_s, outcomes in ((3600, ["passed"] * 3), (60, ["skipped", "passed", "passed"])):
+        lines.write_text("")
+        monkeypatch.setenv("PAIRS_UNTIL", str(time.time() + left_s))
+        assert suite(files, "-p", "pairs", "-n", "1").status == 0
+        told = [json.loads(line) for line in lines.read_text().splitlines()]
+        assert [line["test"] for line in told] == [backward, other, dense]
+        assert [line["outcome"] for line in told] == outcomes
+        assert pairs.summed(told)["cases_run"] == 12 * outcomes.count("passed")
+
+
+def test_a_run_tells_how_far_it_is_and_is_ended_at_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    record = load("record")
+    monkeypatch.setattr(record, "_TOLD_EVERY_S", 0.2)
+    code = "import time; print('.... [  4%]', '.... [ 37%]', flush=True); time.sleep({})"
+    command = [sys.executable, "-c"]
+    assert record.ended([*command, code.format(60)], tmp_path / "log", 2.0) == 124
+    assert "s: 37% of the tests are over" in capsys.readouterr().out
+    assert record.ended([*command, code.format(0)], tmp_path / "log", 60.0) == 0
