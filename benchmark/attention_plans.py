@@ -23,7 +23,7 @@ from results import Table
 from timing import device_ms
 
 import tilewright as tw
-from tilewright.engines.compiled.code_cache import kernel_code, kernel_digest
+from tilewright.engines.compiled.code_cache import kernel_code, key_of
 from tilewright.engines.triton.engine import ENGINE
 
 TOKENS, CHANNELS = 16384, 2048
@@ -74,7 +74,7 @@ def kernels() -> list[Any]:
         graph.validate()
         for proposal in ENGINE.family(graph).propose(graph, SM_COUNT):
             for kernel in ENGINE.plan(graph, proposal.knobs, SM_COUNT).kernels:
-                found[kernel_digest(kernel.spec, TARGET)] = kernel.spec
+                found[key_of(kernel.spec, TARGET).digest()] = kernel.spec
     return list(found.values())
 
 
