@@ -113,17 +113,18 @@ def test_rows_that_see_nothing_may_have_any_gradient(ways, bad):
     "dim", [(2, 4, 9, 11), (1, 4, 9, 11), (2, 1, 9, 11), (1, 1, 1, 11), (1, 4, 9, 1), (1, 1, 1, 1)]
 )
 def test_bias_gradient_is_summed_over_broadcast_axes(ways, dim):
+    # Softmax does not see a bias that all keys have alike: without a sink its gradient is 0.
     q, k, v, d_o = problem(6, 4, 2, 9, 11)
-    (bias,) = draw(7, dim)
+    bias, sink = draw(7, dim, (1, 4, 1, 1))
     check(
         ways,
         q,
         k,
         v,
         d_o,
-        ways.Rule(scale=0.25, bias=bias, right=0),
-        extra={"bias": bias},
-        given=("dBias",),
+        ways.Rule(scale=0.25, bias=bias, sink=sink.flatten(), right=0),
+        extra={"bias": bias, "sink_token": sink},
+        given=("dBias", "dSink_token"),
         use_causal_mask=True,
     )
 

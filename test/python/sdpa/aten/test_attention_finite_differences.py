@@ -63,7 +63,7 @@ FEATURES = {
     "mqa_causal": Feature(heads=(3, 1), masks={"use_causal_mask": True}),
     "bias": Feature(bias=(BATCH, 2, ROWS, KEYS)),
     "bias_of_keys": Feature(bias=(1, 1, 1, KEYS)),
-    "bias_of_rows": Feature(bias=(BATCH, 1, ROWS, 1), masks={"use_causal_mask": True}),
+    "bias_of_rows": Feature(bias=(BATCH, 1, ROWS, 1), masks={"use_causal_mask": True}, sink=True),
     "alibi": Feature(heads=(3, 3), masks={"use_alibi_mask": True, "use_causal_mask": True}),
     "sink": Feature(sink=True, masks={"use_causal_mask": True}),
     "soft_cap": Feature(soft_cap=1.5),

@@ -46,6 +46,7 @@ FOUND = [
     Case(bias="hiding", dtype="float16", sizes=(16, 16)),
     Case(bias="keys", alibi=True, sizes=(16, 16), rows=17, keys=33),
     Case(dropout="philox", soft_cap="mul", dtype="float16", sizes=(16, 16)),
+    Case(bias="keys", dropout="philox", sizes=(16, 16), rows=17, keys=33, heads=(4, 2)),
     Case(dtype="float32", soft_cap="huge", sizes=(16, 16), rows=17, keys=33),
     Case(lengths="sums", values="hidden_nan", batch=3, layout="stepped", sizes=(16, 16)),
     Case(block_mask=True, rows=20, keys=129, sizes=(16, 16), sink="float32"),

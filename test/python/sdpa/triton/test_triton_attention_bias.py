@@ -87,7 +87,9 @@ def name_of(axes: tuple[str, ...]) -> str:
 
 
 EVERY_BROADCAST = [axes for count in range(5) for axes in itertools.combinations(AXES, count)]
-SMOKE = ((), ("heads", "keys"), ("batch", "rows"), ("batch", "heads", "keys"))
+SMOKE = ((), ("keys",), ("batch", "rows"), ("batch", "heads", "keys"))
+# Softmax does not see a bias that all keys have alike: without a sink its gradient is 0.
+GRADIENT_CASE = replace(CASE, sink="same")
 
 
 @pytest.mark.parametrize("axes", levels(EVERY_BROADCAST, EVERY_BROADCAST[::2]), ids=name_of)
@@ -99,7 +101,8 @@ def test_every_broadcast(axes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("axes", levels(EVERY_BROADCAST, SMOKE), ids=name_of)
 def test_the_gradient_of_every_broadcast(axes: tuple[str, ...]) -> None:
-    kind_of(BiasedBackward, axes)(backward_case(CASE), DEVICE).run(execute)
+    declared = kind_of(BiasedBackward, axes)(backward_case(GRADIENT_CASE), DEVICE)
+    declared.run(execute)
 
 
 def gaps(bias: torch.Tensor) -> torch.Tensor:
