@@ -241,6 +241,17 @@ def test_the_longest_pairs_come_first_and_what_has_no_time_is_left_out(
         assert pairs.summed(told)["cases_run"] == 12 * outcomes.count("passed")
 
 
+def test_declined_pairs_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    line = {"test": "a", "outcome": "passed", "seconds": 1.0, "reason": ""}
+    lines = [{**line, "values": values} for values in ([9, "no bias", "no bias"], [3, "too wide"])]
+    lines.append({**line, "outcome": "failed", "values": [], "reason": "off by 2"})
+    told = load("pairs").summed(lines)
+    assert (told["cases_run"], told["cases_declined"]) == (12, 3)
+    assert told["declined_by_reason"] == {"no bias": 2, "too wide": 1}
+    assert told["tests"] == {"failed": 1, "passed": 2} and told["failed"] == {"a": "off by 2"}
+
+
 def test_a_run_tells_how_far_it_is_and_is_ended_at_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
