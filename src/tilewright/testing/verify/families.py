@@ -5,12 +5,13 @@ from __future__ import annotations
 from tilewright.testing.verify import (
     attention,
     attention_backward,
+    attention_paged,
+    attention_ragged,
     convolution,
     norms,
     norms_backward,
     products,
     reductions,
-    sequences,
 )
 from tilewright.testing.verify.case import Family
 
@@ -19,8 +20,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         attention.FAMILY,
         attention_backward.FAMILY,
-        sequences.RAGGED,
-        sequences.PAGED,
+        attention_ragged.FAMILY,
+        attention_paged.FAMILY,
         norms.RMS_NORM,
         norms.LAYER_NORM,
         norms_backward.RMS_NORM_BACKWARD,
