@@ -16,6 +16,7 @@ import torch
 
 import tilewright
 from tilewright.dtypes import DataType
+from tilewright.engines.aten import attention_fused
 from tilewright.engines.aten.attention import prepare_sdpa, prepare_sdpa_backward
 from tilewright.engines.aten.attention_compose import compose_backward, compose_forward
 from tilewright.engines.aten.attention_fp8 import compose_fp8_backward, compose_fp8_forward
@@ -355,3 +356,21 @@ def ways(request: pytest.FixtureRequest, bench: Bench) -> Bench:
     """The kernel as prepared, the composition, and the composition whose host reads no length."""
     bench.runner.way = request.param
     return bench
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts of calls of ATen's two fused functions."""
+    counts = {"forward": 0, "backward": 0}
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, attribute in (("forward", "_flash"), ("backward", "_flash_backward")):
+        function = getattr(attention_fused, attribute)
+        monkeypatch.setattr(attention_fused, attribute, counting(name, function))
+    return counts

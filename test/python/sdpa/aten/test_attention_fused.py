@@ -18,24 +18,6 @@ def draw(seed: int, *shapes: tuple[int, ...]) -> list:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Counts of calls of the two fused functions."""
-    counts = {"forward": 0, "backward": 0}
-
-    def counting(name, function):
-        def call(*args, **kwargs):
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for name, attribute in (("forward", "_flash"), ("backward", "_flash_backward")):
-        function = getattr(attention_fused, attribute)
-        monkeypatch.setattr(attention_fused, attribute, counting(name, function))
-    return counts
-
-
 def forward_and_backward(bench, q, k, v, rule, extra=None, given=(), **options):
     """Run both, compare both with the reference; q, k and v may differ in type."""
     operands = {"q": q, "k": k, "v": v, **(extra or {})}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tilewright.engines.aten import attention_fused, attention_fused_padded
+from tilewright.engines.aten import attention_fused_padded
 
 pytestmark = pytest.mark.L0
 
@@ -51,24 +51,6 @@ def problem(seed: int, bad: float | None = None):
             q[b, :, LEN_Q[b] :], d_o[b, :, LEN_Q[b] :] = bad, bad
             k[b, :, LEN_KV[b] :], v[b, :, LEN_KV[b] :] = bad, bad
     return q, k, v, d_o
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Counts of calls of the two fused functions."""
-    counts = {"forward": 0, "backward": 0}
-
-    def counting(name, function):
-        def call(*args, **kwargs):
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for name, attribute in (("forward", "_flash"), ("backward", "_flash_backward")):
-        function = getattr(attention_fused, attribute)
-        monkeypatch.setattr(attention_fused, attribute, counting(name, function))
-    return counts
 
 
 @pytest.mark.parametrize("mask", MASKS)
