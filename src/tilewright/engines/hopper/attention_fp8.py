@@ -59,7 +59,7 @@ class AttentionConfig(TileConfig):
 
 
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
-    """What measured best; see benchmark/hopper_attention.md."""
+    """What measured best; see benchmark/hopper_fp8.md."""
     is_wide = padded(spec.depth) == 128
     is_short = spec.keys <= _SHORT
     is_long = is_wide and not is_short
