@@ -72,7 +72,9 @@ def block_mask(graph: Any, pack: dict[Any, torch.Tensor], bits: int) -> dict[str
 MASKS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "open": lambda graph, pack: {},
     "causal": lambda graph, pack: {"use_causal_mask": True},
+    # Which sees the first key of a tile and no further, and the last key of the one before it.
     "window": lambda graph, pack: {"use_causal_mask": True, "sliding_window_length": 33},
+    "window, one more": lambda graph, pack: {"use_causal_mask": True, "sliding_window_length": 34},
     "lengths": lambda graph, pack: lengths(graph, pack, (32, 16)),
     "block mask": lambda graph, pack: block_mask(graph, pack, 0),
 }
@@ -85,8 +87,9 @@ def seen(name: str, tile: int) -> int:
     return {
         "open": 2 * whole,
         "causal": count * (count + 1),
-        # A tile's own keys, and those of 32 keys before it.
+        # A tile's own keys, and those of 32 or 33 keys before it.
         "window": 2 * sum(min(i, 32 // tile) + 1 for i in range(count)),
+        "window, one more": 2 * sum(min(i, math.ceil(33 / tile)) + 1 for i in range(count)),
         "lengths": (32 // tile) ** 2 + math.ceil(16 / tile) ** 2,
         # The second sequence's only tile is closed.
         "block mask": whole,
