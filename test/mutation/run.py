@@ -30,6 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
+# After so many runs one line tells how far it is.
+TOLD_EVERY = 20
 LIMIT_SECONDS = 60
 MEMORY_BYTES = 7 << 30
 WANTED_SHARE = 0.9
@@ -129,6 +131,8 @@ def run_all(runs: Sequence[Run], jobs: int, deadline: float) -> list[Run]:
             text = report.read().decode(errors="replace")
             run.failed = json.loads(text) if text.endswith("]") else []
             done.append(run)
+            if len(done) % TOLD_EVERY == 0:
+                print(f"{len(done)} of {len(runs)} runs are over", flush=True)
             continue
         now = time.monotonic()
         for pid, (run, _) in list(active.items()):
