@@ -24,6 +24,7 @@ from tilewright.engines.hopper.operand_rules import (
 )
 from tilewright.errors import NotSupportedError
 from tilewright.graph.operation import Operation
+from tilewright.graph.score_program import ScoreProgram
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.tensor_maps import map_decline_reason
 
@@ -31,6 +32,8 @@ DATA_TYPES = (DataType.BFLOAT16, DataType.HALF)
 MAX_HEAD_SIZE = 256
 # Fewer query rows than this leave most of a 64-row product empty: decoding, another kernel's work.
 MIN_ROWS = 17
+# A capped score is off by up to 2e-7 of its cap: of this one by less than float16 rounds a weight.
+MAX_CAP = 4096.0
 _TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 _PORTS = frozenset(
     ("q", "k", "v", "sink_token", "O", "Stats", "attn_scale", *_TABLES)
@@ -95,11 +98,21 @@ def read_spec(operation: Operation) -> AttentionSpec:
     return AttentionSpec(
         **declared(operation, ports),
         scale=None if "attn_scale" in ports else scale,
-        soft_cap=None if program is None else read_soft_cap(title, program),
+        soft_cap=None if program is None else _soft_cap(title, program),
         ragged_q=ports["q"].ragged_offset is not None,
         ragged_kv=ports["k"].ragged_offset is not None,
         stats_log2=operation.stats_use_log2,
     )
+
+
+def _soft_cap(title: str, program: ScoreProgram) -> SoftCap:
+    cap = read_soft_cap(title, program)
+    if cap.outer is not None and cap.outer.value is not None and abs(cap.outer.value) > MAX_CAP:
+        raise NotSupportedError(
+            f"{title}: score_mod caps scores at {cap.outer.value}, tensor {cap.outer.label()}; the "
+            f"kernels keep the digits of scores under caps up to {MAX_CAP:.0f}"
+        )
+    return cap
 
 
 def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor]) -> None:

@@ -78,6 +78,10 @@ DECLINES: dict[str, tuple[dict[str, Any], str]] = {
         {"score_mod": lambda graph, score: graph.relu(score)},
         "score_mod has relu on .* take soft caps",
     ),
+    "great cap": (
+        {"score_mod": lambda graph, score: graph.mul(graph.tanh(score), graph.tensor_scalar(1e4))},
+        "caps scores at 10000.0, .* up to 4096",
+    ),
     "wide heads": ({"dims": ((2, 4, 256, 320),) * 3}, "head sizes 320 and 320"),
     "few rows": ({"dims": ((2, 4, 16, 64), DIM, DIM)}, "16 query rows"),
     "odd heads": ({"dims": (ODD, ODD, ODD)}, "steps by 120 bytes; .* multiples of 16"),
