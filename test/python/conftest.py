@@ -89,6 +89,26 @@ def interpreted_functions(interpreted: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def captured() -> Callable[[Callable[[], Any]], Any]:
+    """Return a context manager (call): the graph that torch captures of it, reset at the end."""
+    return _captured
+
+
+@contextlib.contextmanager
+def _captured(call: Callable[[], Any]) -> Iterator[torch.cuda.CUDAGraph]:
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+        yield graph
+    finally:
+        graph.reset()
+
+
+@pytest.fixture
 def run_guarded() -> Callable[..., dict[Any, torch.Tensor]]:
     """Return a function (graph, feeds, engine="aten") that runs a graph on the CPU.
 

@@ -436,7 +436,9 @@ def test_a_bound_frame_and_execute_agree_for_every_alignment(declare: Any) -> No
             assert different(results, expected) is None, (skip, len(pack))
 
 
-def test_a_first_call_of_the_plan_behind_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_of_the_plan_behind_may_be_captured(
+    monkeypatch: pytest.MonkeyPatch, captured: Any
+) -> None:
     # Its kernels are loaded by the first call that needs them, which is no work on a stream.
     monkeypatch.setattr(cuda_driver, "_modules", {})
     graph, operands = built(rmsnorm)
@@ -444,17 +446,11 @@ def test_a_first_call_of_the_plan_behind_may_be_captured(monkeypatch: pytest.Mon
     loaded = len(cuda_driver._modules)
     moved = {name: shifted(t, 1) for name, t in operands.items()}
     results = {name: shifted(t, 1) for name, t in outputs_of(graph).items()}
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(captured):
-            graph.execute({**moved, **results})
+    with captured(lambda: graph.execute({**moved, **results})) as recorded:
         assert len(cuda_driver._modules) > loaded
         assert all(bool((t == POISON).all()) for t in results.values()), "nothing ran yet"
-        captured.replay()
+        recorded.replay()
         torch.cuda.synchronize()
-    finally:
-        captured.reset()
     assert different(results, expected) is None
 
 
