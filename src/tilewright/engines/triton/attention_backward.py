@@ -52,11 +52,11 @@ def plan(graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
             f"{spec.title}: knob TILE_M is {config.keys_rows}; the kernels take up to {PADDED_TO}"
         )
     if config.has_maps and not takes_maps(spec, config):
-        config = general_config(spec).with_knobs(dict(knobs))
+        config = general_config(spec, sm_count).with_knobs(dict(knobs))
     slots = slot_numbers(graph)
     ports = ("q", "k", "v", "o", "dO", *_GRADIENTS)
     # What is there for a pointer that happens to be odd need not be quick to run.
-    plain = general_config(spec) if config.has_maps else config
+    plain = general_config(spec, sm_count) if config.has_maps else config
     general = _plan(spec, slots, plain, is_aligned=False)
     if not steps_in_vectors(spec, ports):
         return general

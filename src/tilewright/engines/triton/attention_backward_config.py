@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs
-from tilewright.engines.triton.attention_config import MIN_BLOCK, power_of_two
+from tilewright.engines.triton.attention_config import (
+    MIN_BLOCK,
+    SM90_MULTIPROCESSORS,
+    SM100_MULTIPROCESSORS,
+    power_of_two,
+)
 from tilewright.engines.triton.attention_config import choose_config as forward_config
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.graph.enums import knob_type
@@ -15,6 +20,8 @@ from tilewright.launch.tensor_maps import map_decline_reason
 
 # Row statistics have room for whole tiles of rows.
 PADDED_TO = 128
+# Multiprocessors of parts with 163 KiB of shared memory and more; others have 99, as SM120 has.
+_ROOMY = SM90_MULTIPROCESSORS | SM100_MULTIPROCESSORS | {108}
 # No row or key has this number, nor is its sum with one beyond 32 bits.
 _BEYOND_ALL = 2**30
 
@@ -26,7 +33,7 @@ class BackwardConfig:
     ``has_maps``: the kernels of ``attention_backward_plain``, whose tiles tensor maps bring.
     ``values_rows``: dV has a kernel of its own, with so many rows a tile; 0 is one kernel for dK
     and dV. ``keys_registers`` and ``rows_registers`` are the most that a thread may have, where
-    that lets more programs run.
+    that lets more programs run. ``bias_tile``: rows and keys of a tile of dBias, of narrow heads.
     """
 
     keys_rows: int
@@ -41,6 +48,7 @@ class BackwardConfig:
     values_rows: int = 0
     keys_registers: int | None = None
     rows_registers: int | None = None
+    bias_tile: int = 64
 
     def knobs(self) -> Knobs:
         """The kernel over keys; that over rows goes with the declaration."""
@@ -68,12 +76,12 @@ def choose_config(spec: AttentionSpec, sm_count: int) -> BackwardConfig:
     # On the devices where tensor maps serve the forward.
     if forward_config(spec, sm_count).has_maps and takes_maps(spec, mapped):
         return mapped
-    return general_config(spec)
+    return general_config(spec, sm_count)
 
 
-def general_config(spec: AttentionSpec) -> BackwardConfig:
+def general_config(spec: AttentionSpec, sm_count: int) -> BackwardConfig:
     """The tiles of the general kernels, none longer than its sequences."""
-    config = _tiles(spec)
+    config = _tiles(spec, has_room=sm_count in _ROOMY)
     rows, keys = (max(power_of_two(size), MIN_BLOCK) for size in (spec.rows, spec.keys))
     return replace(
         config,
@@ -121,16 +129,16 @@ def _mapped_tiles(spec: AttentionSpec) -> BackwardConfig:
     return BackwardConfig(32, 128, 8, 2, 128, 64, 8, 1, has_maps=True, values_rows=64)
 
 
-def _tiles(spec: AttentionSpec) -> BackwardConfig:
-    """What measured best; see benchmark/attention_backward.md."""
+def _tiles(spec: AttentionSpec, *, has_room: bool) -> BackwardConfig:
+    """What measured best (benchmark/attention_backward.md), or what fits."""
     width = max(power_of_two(spec.depth), power_of_two(spec.depth_v))
     if spec.data_type is DataType.FLOAT:
         if width <= 64:
             return BackwardConfig(32, 32, 4, 1, 32, 32, 4, 1)
-        return BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
+        return BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1, bias_tile=64 if has_room else 32)
     if width <= 64:
         return BackwardConfig(64, 64, 4, 2, 64, 128, 4, 2)
     if width <= 128:
         # Two stages pay where tiles before the diagonal have a loop of their own.
         return BackwardConfig(64, 64, 4, 2 if spec.is_banded else 1, 64, 64, 4, 2)
-    return BackwardConfig(32, 64, 8, 1, 64, 32, 8, 1)
+    return BackwardConfig(32, 64 if has_room else 32, 8, 1, 64, 32, 8, 1)

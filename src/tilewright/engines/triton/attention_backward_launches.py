@@ -33,7 +33,6 @@ _PART_ROWS, _PART_WARPS = 64, 4
 _SINK_ROWS = 1024
 # Compilers whose loops without a branch the assembler does not wait in.
 _UNPARTED = "3.6."
-_BIAS_TILE = 64
 
 
 def _limited(kernel: PlannedKernel, registers: int | None) -> PlannedKernel:
@@ -158,7 +157,7 @@ class BackwardLaunches:
         """DBias."""
         spec = self.spec
         d_bias = spec.ports["dBias"]
-        tile = MIN_BLOCK if spec.depth > 128 or spec.depth_v > 128 else _BIAS_TILE
+        tile = MIN_BLOCK if spec.depth > 128 or spec.depth_v > 128 else self.config.bias_tile
         tile_rows, tile_keys = (
             min(tile, max(power_of_two(size), MIN_BLOCK)) for size in (spec.rows, spec.keys)
         )

@@ -170,3 +170,34 @@ def test_every_kernel_compiles_for_four_targets_and_is_called_as_compiled(
     assert {result["target"] for result in results} == {(8, 0), (9, 0), (10, 0), (12, 0)}
     parts = ("prepare", "keys", "rows", "sink", "bias", "plain_keys", "plain_rows")
     assert {r["kernel"] for r in results} == {f"attention_backward_{part}" for part in parts}
+
+
+TIGHT = """
+import tilewright as tw
+from tilewright.engines.triton import attention_backward
+
+for dtype, depth, has_bias in (("bfloat16", 256, False), ("float32", 128, True)):
+    graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
+    q, k, v, o, d_o = (graph.tensor((2, 2, 512, depth)) for _ in range(5))
+    stats, bias = graph.tensor((2, 2, 512, 1), data_type="float32"), graph.tensor((1, 1, 1, 512))
+    given = dict(bias=bias, dBias=graph.tensor()) if has_bias else {}
+    made = [*graph.sdpa_backward(q, k, v, o, d_o, stats, attn_scale=0.1, **given)]
+    for tensor in (*made, given.get("dBias")):
+        if tensor is not None:
+            tensor.set_output(True)
+    graph.validate()
+    knobs = attention_backward.propose(graph, 188)[0].knobs
+    for kernel in attention_backward.plan(graph, knobs, 188).kernels:
+        shared = compile_kernel(kernel.spec, (12, 0)).shared_bytes
+        told.append(facts_of(kernel, (12, 0)) | {"shared_bytes": shared})
+"""
+
+
+@pytest.mark.L1
+def test_wide_heads_fit_into_the_shared_memory_of_sm120(
+    compiled_facts: Callable[..., list[dict[str, Any]]],
+) -> None:
+    found = compiled_facts(TIGHT)
+    parts = {"attention_backward_keys", "attention_backward_rows", "attention_backward_bias"}
+    assert {facts["kernel"] for facts in found} > parts
+    assert all(facts["shared_bytes"] <= 99 * 1024 for facts in found), found

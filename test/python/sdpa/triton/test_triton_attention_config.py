@@ -8,6 +8,7 @@ import pytest
 
 import tilewright as tw
 from tilewright.engines.triton.attention_arguments import KernelArguments
+from tilewright.engines.triton.attention_backward_config import general_config
 from tilewright.engines.triton.attention_config import (
     choose_config,
     heads_at_a_time,
@@ -76,6 +77,25 @@ def test_a_tile_fits_into_shared_memory(device: str, depth: int, dtype: str) -> 
                 # The queries, and keys and values of every stage but the one in use.
                 used = config.block_m * width + keys * max(config.stages - 1, 1)
                 assert used <= kib * 1024, config
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_tile_of_the_backward_fits_into_shared_memory(
+    device: str, depth: int, dtype: str
+) -> None:
+    count, kib = DEVICES[device]
+    spec = spec_of(depth=depth, dtype=dtype)
+    config = general_config(spec, count)
+    width = depth * spec.data_type.bits // 8
+    # Keys and values, rows of Q and dO in every stage, and some of them laid out another way.
+    stages = max(config.keys_stages, 1)
+    used = (2 * config.keys_keys + (2 * stages + 1) * config.keys_rows) * width
+    if depth <= 128:
+        # The tile of dBias: queries, keys, values and dO.
+        used = max(used, 4 * config.bias_tile * width)
+    assert used <= kib * 1024, config
 
 
 def test_only_the_parts_of_sm90_get_tensor_maps() -> None:
