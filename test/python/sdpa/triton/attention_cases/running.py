@@ -122,7 +122,9 @@ class Declared:
         if case.soft_cap != "none":
             arguments["score_mod"] = _soft_cap(case.soft_cap)
         if case.dropout == "mask":
-            kept = self.integers(0, 2, batch, 1, rows, keys).to(self.dtype)
+            # For all heads, or with heads of its own.
+            axis = case.heads[0] if case.heads[0] == 4 else 1
+            kept = self.integers(0, 2, batch, axis, rows, keys).to(self.dtype)
             arguments["dropout"] = (self.bind(kept), self.scalar(1.25, "device"))
         elif case.dropout != "none":
             where = "device" if case.dropout == "philox_device" else "host"
