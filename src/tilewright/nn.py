@@ -80,7 +80,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize ``x`` (..., N) over its last axis."""
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = self.eps
+        if eps is None:
+            # What is no float tensor is refused by the function, by name.
+            is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+            eps = torch.finfo(x.dtype).eps if is_float else 0.0
         # Without a weight, which would be 1 - offset, there is nothing to add an offset to.
         offset = 0.0 if self.weight is None else self.offset
         return _first(ops.rms_norm(x, self.weight, eps=eps, offset=offset))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewright import nn
-from tilewright.errors import NotSupportedError
+from tilewright.errors import BindingError, NotSupportedError
 from tilewright.integrations.norms import replace_norms, restore_norms
 
 pytestmark = pytest.mark.L0
@@ -265,3 +265,11 @@ def test_rms_norm_takes_the_epsilon_of_the_type() -> None:
 def test_two_axes_are_declined(module: Any) -> None:
     with pytest.raises(NotSupportedError, match=r"normalized_shape \(3, 4\) has 2 axes"):
         module((3, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
+def test_what_is_no_float_tensor_is_refused_by_name(kind: Any) -> None:
+    # RMSNorm asked for the epsilon of integers.
+    for x in (torch.ones(WIDTH, dtype=torch.int32), [1.0] * WIDTH):
+        with pytest.raises(BindingError, match="^x: "):
+            kind(WIDTH)(x)
