@@ -21,6 +21,11 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def wrapped(ctx: Any, *incoming: Any) -> Any:
+            if any(g is not None and _is_batched(g) for g in incoming):
+                raise NotSupportedError(
+                    f"{name}: gradients came in batches (is_grads_batched, vectorize=True), which "
+                    "the backward has no rule for; ask for one after another"
+                )
             with torch.no_grad():
                 # Kernels read storage: a view that is negated when it is read becomes a copy.
                 real = (g if g is None else g.resolve_neg() for g in incoming)
@@ -39,6 +44,10 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         return wrapped
 
     return decorate
+
+
+def _is_batched(gradient: torch.Tensor) -> bool:
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 class _Last(torch.autograd.Function):

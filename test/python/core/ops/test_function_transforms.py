@@ -51,3 +51,13 @@ def test_a_batching_transform_is_refused(name: str) -> None:
     function, x = FUNCTIONS[name]
     with pytest.raises(NotSupportedError, match=f"{name}: called inside a torch.func transform"):
         torch.func.vmap(function)(x[None])
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("quantize", "rope")])
+def test_gradients_in_batches_are_refused(name: str) -> None:
+    # By a rule of its own: PyTorch's error is that a tensor has no storage.
+    function, x = FUNCTIONS[name]
+    x = x.clone().requires_grad_()
+    y = function(x)
+    with pytest.raises(NotSupportedError, match=f"{name}.*: gradients came in batches"):
+        torch.autograd.grad(y, x, torch.stack([torch.ones_like(y)] * 2), is_grads_batched=True)
