@@ -70,10 +70,12 @@ def sdpa(
         alibi: add ALiBi's slopes (Press, Smith and Lewis 2022).
         soft_cap: scores become cap * tanh(score / cap) before bias and masks (Gemma 2, 2024).
         dropout_p: probability of dropping a weight; ``seed`` and ``offset`` (ints or one-element
-            tensors) replay a mask; seed None draws one from torch's generator.
+            tensors) replay a mask; seed None draws one from torch's generator, anew in each replay
+            of a captured call.
         seqlens_q, seqlens_kv: (B,) int32 or int64 lengths of padded sequences.
         gate: O's shape; the result is O * sigmoid(gate).
-        deterministic: bitwise repeatable gradients.
+        deterministic: bitwise repeatable gradients, which torch.use_deterministic_algorithms
+            asks for too.
         return_stats: also return Stats (B, Hq, Sq), the natural log-sum-exp of each row in
             float32, float64 for float64.
         out: (B, Hq, Sq, Dv), written in place of a new tensor.

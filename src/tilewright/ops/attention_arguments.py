@@ -51,7 +51,8 @@ def options_of(
         not isinstance(sides, tuple | list)
         or len(sides) != 2
         or any(
-            side is not None and (not isinstance(side, int) or not 0 <= side < _WIDEST)
+            side is not None
+            and (isinstance(side, bool) or not isinstance(side, int) or not 0 <= side < _WIDEST)
             for side in sides
         )
     ):
@@ -79,7 +80,8 @@ def options_of(
         require_flag("alibi", alibi),
         None if soft_cap is None else float(soft_cap),
         float(dropout_p),
-        require_flag("deterministic", deterministic),
+        require_flag("deterministic", deterministic)
+        or torch.are_deterministic_algorithms_enabled(),
         **bounds,
     )
 
@@ -182,6 +184,13 @@ def counter(name: str, value: int | torch.Tensor) -> torch.Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.int64, device="cpu")
 
 
-def draw_seed() -> torch.Tensor:
-    """A seed from torch's default CPU generator: torch.manual_seed repeats it."""
-    return torch.randint(0, 2**63 - 1, (1, 1, 1, 1), dtype=torch.int64, device="cpu")
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A seed from torch's default generator, which torch.manual_seed sets: the CPU's.
+
+    While a CUDA graph is captured it is the device's, from which each replay draws anew; a number
+    of the host would be part of the graph, and all replays would drop the same.
+    """
+    where: torch.device | str = "cpu"
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        where = device if torch.cuda.is_current_stream_capturing() else "cpu"
+    return torch.randint(0, 2**63 - 1, (1, 1, 1, 1), dtype=torch.int64, device=where)

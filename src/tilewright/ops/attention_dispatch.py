@@ -63,7 +63,7 @@ def attend(
         require_shape("gate", gate, shape, "O's shape")
         require_device("gate", gate, q.device)
     if options.dropout_p:
-        operands["seed"] = draw_seed() if seed is None else counter("seed", seed)
+        operands["seed"] = draw_seed(q.device) if seed is None else counter("seed", seed)
         operands["offset"] = counter("offset", offset)
     bias = operands.get("bias")
     differentiable = (q, k, v, bias, sink)

@@ -35,6 +35,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"soft_cap": math.inf},
         "soft_cap: got inf; expected a finite number that float32 holds",
     ),
+    ("window of flags", {"window": (True, 0)}, "window: got (True, 0)"),
     ("window type", {"window": 3}, "window: got 3; expected (left, right)"),
     ("scale type", {"scale": "a"}, "scale: got 'a'; expected a number"),
     ("huge scale", {"scale": 1e300}, "scale: got 1e+300; expected a finite number that float32"),

@@ -13,6 +13,7 @@ from tilewright import ops
 from tilewright.errors import NotSupportedError
 from tilewright.graph.enums import knob_type
 from tilewright.ops import plan_cache
+from tilewright.ops.attention_arguments import draw_seed
 from tilewright.ops.gating import gated
 from tilewright.oracle.attention import merge_states as merge_oracle
 
@@ -289,6 +290,49 @@ def test_no_function_waits(engine: str | None) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+
+
+def test_a_seed_is_drawn_on_the_device_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(torch, "randint", lambda *_, device, **__: drawn.append(str(device)))
+    for captures in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=captures: c)
+        for device in ("cpu", "cuda:1"):
+            draw_seed(torch.device(device))
+    assert drawn == ["cpu", "cpu", "cpu", "cuda:1"]
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU: a CPU captures nothing")
+@pytest.mark.parametrize("engine", ["triton", None])
+def test_each_replay_of_a_captured_call_drops_anew(engine: str | None) -> None:
+    q, k, v, d_o = (draw(1, 2, 64, 64, seed=n) for n in range(30, 34))
+    v.requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        o = ops.sdpa(q, k, v, dropout_p=0.5, engine=engine)
+        return o, torch.autograd.grad(o, v, d_o)[0]
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph, found = torch.cuda.CUDAGraph(), []
+    try:
+        with torch.cuda.graph(graph):
+            o, d_v = step()
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.synchronize()
+            found.append(o.detach().clone())
+            # O is linear in V: these agree if both ways drop the same.
+            sides = (o * d_o).sum(), (v * d_v).sum()
+            assert torch.isclose(*sides, rtol=1e-3, atol=1e-2), sides
+    finally:
+        graph.reset()
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the engine takes these calls")
