@@ -271,5 +271,5 @@ def test_two_axes_are_declined(module: Any) -> None:
 def test_what_is_no_float_tensor_is_refused_by_name(kind: Any) -> None:
     # RMSNorm asked for the epsilon of integers.
     for x in (torch.ones(WIDTH, dtype=torch.int32), [1.0] * WIDTH):
-        with pytest.raises(BindingError, match="^x: "):
+        with pytest.raises(BindingError, match=r"^x: "):
             kind(WIDTH)(x)
