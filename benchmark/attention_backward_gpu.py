@@ -1,24 +1,21 @@
 """Attention backward on a GPU against PyTorch's flash and cuDNN attention, and FA-cute's.
 
     python benchmark/attention_backward_gpu.py
-    python benchmark/attention_backward_gpu.py draw nvidia_h200
 
 16,384 tokens in bfloat16, as many heads as make 2048 channels; TFLOP/s count the five products of
 2 S^2 D a head, half of that under a causal mask. One run measures everything, on the same inputs,
 medians of interleaved rounds with a cold L2; it writes attention_backward.csv under
-benchmark/results/<device>/, and the second command the .png beside it, on any machine. "quick" is
-what is planned without, "fixed" with ``use_deterministic_algorithm``; at the first length Triton's
-plans stand beside those of the engine that is faster, and cuDNN is called through its own front end
-as well, where that is installed. Processes of their own compile ahead.
+benchmark/results/<device>/. "quick" is what is planned without, "fixed" with
+``use_deterministic_algorithm``; at the first length Triton's plans stand beside those of the engine
+that is faster, and cuDNN is called through its own front end as well, where that is installed.
+Processes of their own compile ahead.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 import multiprocessing
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -27,7 +24,7 @@ import cudnn_frontend
 import flash_cute
 import torch
 import torch.nn.functional as F
-from results import RESULTS, Table
+from results import Table
 from timing import Call, device_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,7 +37,6 @@ LENGTHS = (8192, 2048, 16384)
 ROUNDS = {LENGTHS[0]: 7}
 FEWER_ROUNDS = 3
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-FRONT_END = "cudnn front end"
 # What the slowest front end takes on the host for a call.
 HOST_US = 1500.0
 GRADIENTS = ("dQ", "dK", "dV")
@@ -132,7 +128,9 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
     if cute is not None:
         calls["cute"] = cute
     if length == LENGTHS[0]:
-        calls |= front_end(pack, causal, reference)
+        made = {name: torch.empty_like(q) for name in GRADIENTS}
+        front = functools.partial(cudnn_frontend.backward, pack, made, causal)
+        calls |= cudnn_frontend.peer(front, [*made.values()], reference, TOLERANCE)
     plans = itertools.product(MODES, BARRED)
     for (mode, is_deterministic), barred in plans if length == LENGTHS[0] else QUICKEST:
         graph = declare(pack, causal, is_deterministic)
@@ -145,15 +143,15 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
         size = max(graph.get_workspace_size(), 1)
         frame = graph.bind({**pack, **outputs}, torch.empty(size, dtype=torch.uint8, device="cuda"))
         frame.launch()
-        for made, expected in zip(outputs.values(), reference, strict=True):
-            worst = (made.float() - expected.float()).abs().max() / expected.abs().max()
+        for found, expected in zip(outputs.values(), reference, strict=True):
+            worst = (found.float() - expected.float()).abs().max() / expected.abs().max()
             if not worst <= TOLERANCE:
                 raise SystemExit(f"{name} at {shape}: error {worst}")
         calls[name] = frame.launch
     flops = 10 * TOKENS * CHANNELS * length / (2 if causal else 1)
     times = device_ms(calls, rounds=ROUNDS.get(length, FEWER_ROUNDS), host_us=HOST_US)
     # cuDNN is called in two ways; the quicker one counts.
-    cudnn = min((ms for name, ms in times.items() if name in ("cudnn", FRONT_END)), default=None)
+    cudnn = min((ms for name, ms in times.items() if "cudnn" in name), default=None)
     for name, ms in times.items():
         table.add(
             depth=depth,
@@ -168,60 +166,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
         )
 
 
-def front_end(pack: dict[str, torch.Tensor], causal: bool, reference: Any) -> dict[str, Call]:
-    """cuDNN's own front end, if it is there, takes the call, and is right."""
-    made = {name: torch.full_like(pack["q"], torch.nan) for name in GRADIENTS}
-    try:
-        call = cudnn_frontend.backward(pack, made, causal)
-    except RuntimeError as error:
-        print(f"cuDNN's front end does not take {tuple(pack['q'].shape)}: {error}")
-        return {}
-    if call is None:
-        return {}
-    call()
-    for found, expected in zip(made.values(), reference, strict=True):
-        worst = (found.float() - expected.float()).abs().max() / expected.abs().max()
-        if not worst <= TOLERANCE:
-            print(f"cuDNN's front end is left out: error {worst}")
-            return {}
-    return {FRONT_END: call}
-
-
-def draw(device: str) -> None:
-    """Bars a case, a color a kernel, from a device's csv."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path = RESULTS / device / "attention_backward.csv"
-    lines = path.read_text().splitlines()
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    cases = list(dict.fromkeys((row["depth"], row["length"], row["causal"]) for row in rows))
-    names = list(dict.fromkeys(row["who"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(14, 5))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = {
-            (row["depth"], row["length"], row["causal"]): float(row["tflop_s"])
-            for row in rows
-            if row["who"] == name
-        }
-        at = [place + number * width for place in range(len(cases))]
-        axes.bar(at, [found.get(case, 0.0) for case in cases], width, label=name)
-    labels = [f"D {d}\nS {s}\n{'causal' if c == '1' else 'full'}" for d, s, c in cases]
-    axes.set_xticks([place + 0.4 for place in range(len(cases))], labels, fontsize=7)
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"Attention backward, bfloat16, {TOKENS} tokens, {device}")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["draw"]:
-        draw(sys.argv[2])
-        return
     start = time.perf_counter()
     table = Table("attention_backward", "python benchmark/attention_backward_gpu.py")
     target = torch.cuda.get_device_capability()

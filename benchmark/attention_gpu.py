@@ -1,6 +1,6 @@
 """Attention forward on a GPU: dense, windowed, ragged and decoding, against PyTorch and cuDNN.
 
-    python benchmark/attention_gpu.py [--build | --draw] [dense-64-none ..] [window] ..
+    python benchmark/attention_gpu.py [--build] [dense-64-none ..] [window] ..
 
 bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two products of
 2 S^2 D a head, half of that under a causal mask. A window's time is also given over its visible
@@ -8,28 +8,23 @@ fraction of the triangle's (of_visible). Ragged lengths come from a heavy tail, 
 Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, TB/s of what has
 to be read. cuDNN is called through PyTorch and through its own front end, where that is installed;
 ratios are to the quicker. One run measures everything, on the same inputs, medians of interleaved
-rounds with a cold L2, after a comparison of results. Writes attention.csv and attention.png under
-benchmark/results/<device>/. With --build it only compiles, so that parts can do so side by side;
-with --draw it draws the csv that is there.
+rounds with a cold L2, after a comparison of results. Writes attention.csv under
+benchmark/results/<device>/. With --build it only compiles, so that parts can do so side by side.
 """
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import functools
-import io
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cudnn_frontend
 import torch
 import torch.nn.functional as F
-from results import RESULTS, Table
+from results import Table
 from timing import Call, device_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -176,8 +171,10 @@ def dense(table: Table | None, depth: int, mask: str) -> None:
         case = {"kind": "dense", "depth": depth, "length": length, "mask": mask}
         peers = {} if table is None else torch_peers(q, k, v, is_causal=is_causal)
         if table is not None:
-            front = cudnn_frontend.attention(q, k, v, torch.empty_like(q), is_causal)
-            peers |= {} if front is None else {"cudnn front end": front}
+            out = torch.empty_like(q)
+            front = functools.partial(cudnn_frontend.attention, q, k, v, out, is_causal)
+            reference = next(iter(peers.values()))()
+            peers |= cudnn_frontend.peer(front, [out], [reference], TOLERANCE)
         measure(table, case, problem, peers, flops, "TFLOP/s")
 
 
@@ -251,8 +248,8 @@ def ragged(table: Table | None, mask: str) -> None:
     peers: dict[str, Call] = {"torch flash": flash}
     if table is not None:
         out = torch.empty_like(tokens[0])
-        front = cudnn_frontend.packed(*tokens, out, prefix, longest, is_causal)
-        peers |= {} if front is None else {"cudnn front end": front}
+        front = functools.partial(cudnn_frontend.packed, *tokens, out, prefix, longest, is_causal)
+        peers |= cudnn_frontend.peer(front, [out], [flash()], TOLERANCE)
     measure(table, case, problem, peers, flops, "TFLOP/s")
 
 
@@ -271,31 +268,13 @@ def decode(table: Table | None, page: int) -> None:
             expected = None if table is None else decoded(q, k, v, used)
             if expected is not None and kind == "uneven" and not page:
                 # PyTorch has no call of cuDNN for it.
-                peers |= uneven_front_end(q, k, v, used, expected)
+                out, lengths = torch.empty_like(q), (torch.ones_like(used), used)
+                front = functools.partial(cudnn_frontend.attention, q, k, v, out, lengths=lengths)
+                peers |= cudnn_frontend.peer(front, [out], [expected], TOLERANCE)
             problem = decode_problem(q, k, v, used, page)
             case = {"kind": "decode", "depth": depth, "length": length}
             case["mask"] = kind + (f", page {page}" * bool(page))
             measure(table, case, problem, peers, moved, "TB/s", expected)
-
-
-def uneven_front_end(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, expected: torch.Tensor
-) -> dict[str, Call]:
-    """cuDNN's front end with lengths, if it is there, takes them, and is right."""
-    out = torch.full_like(q, torch.nan)
-    try:
-        call = cudnn_frontend.padded(q, k, v, out, torch.ones_like(used), used)
-    except RuntimeError as error:
-        print(f"cuDNN's front end does not take uneven lengths: {error}")
-        return {}
-    if call is None:
-        return {}
-    call()
-    error = (out.float() - expected).abs().max().item()
-    if not error <= TOLERANCE:
-        print(f"cuDNN's front end with uneven lengths is left out: error {error}")
-        return {}
-    return {"cudnn front end": call}
 
 
 def decode_problem(
@@ -337,48 +316,6 @@ def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tenso
     return out
 
 
-def draw(table: Table, path: Path) -> None:
-    """Dense cases by length, a panel a head size and mask."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in table.rows if row["kind"] == "dense"]
-    if not rows:
-        return
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), sharey=True)
-    for line, mask in zip(axes, MASKS, strict=True):
-        for axis, depth in zip(line, sorted(DEPTHS), strict=True):
-            for who in sorted({row["who"] for row in rows}):
-                points = [
-                    (row["length"], float(row["rate"]))
-                    for row in rows
-                    if (row["who"], row["mask"], row["depth"]) == (who, mask, depth)
-                ]
-                axis.plot(*zip(*points, strict=True), marker="o", label=who) if points else None
-            axis.set(title=f"head size {depth}, mask {mask}", xscale="log", xlabel="length")
-            axis.set_ylim(bottom=0)
-    axes[0, 0].set_ylabel("TFLOP/s")
-    axes[1, 0].set_ylabel("TFLOP/s")
-    axes[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def draw_again() -> None:
-    """The picture of the csv that is there."""
-    for path in RESULTS.glob("*/attention.csv"):
-        with path.open() as file:
-            lines = [line for line in file if not line.startswith("#")]
-        table = Table("attention", "")
-        for row in csv.DictReader(lines):
-            whole = {"depth": int(row["depth"])} if row["kind"] == "dense" else {}
-            whole |= {"length": int(row["length"])} if row["kind"] == "dense" else {}
-            table.add(**row | whole)
-        draw(table, path.with_suffix(".png"))
-
-
 PARTS: dict[str, Callable[[Table | None], None]] = {
     **{
         f"dense-{depth}-{mask}": functools.partial(dense, depth=depth, mask=mask)
@@ -406,9 +343,6 @@ def build(names: list[str]) -> None:
 
 
 def main() -> None:
-    if "--draw" in sys.argv:
-        draw_again()
-        return
     names = [name for name in sys.argv[1:] if name != "--build"] or list(PARTS)
     table = Table("attention", " ".join(["python benchmark/attention_gpu.py", *sys.argv[1:]]))
     if "--build" in sys.argv:
@@ -419,10 +353,7 @@ def main() -> None:
     for name in names:
         PARTS[name](table)
         # Rows are kept as they come.
-        with contextlib.redirect_stdout(io.StringIO()):
-            path = table.write()
-    draw(table, path.with_suffix(".png"))
-    print(path.read_text())
+        table.write()
 
 
 if __name__ == "__main__":

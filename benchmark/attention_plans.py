@@ -10,9 +10,7 @@ writes attention_plans.csv under benchmark/results/<device>/.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import math
 import statistics
 from typing import Any
@@ -112,9 +110,7 @@ def main() -> None:
     for declaration in DECLARATIONS:
         measure(table, declaration)
         # Rows are kept as they come.
-        with contextlib.redirect_stdout(io.StringIO()):
-            path = table.write()
-    print(path.read_text())
+        table.write()
     firsts: dict[tuple[Any, ...], float] = {}
     for row in table.rows:
         firsts.setdefault(tuple(list(row.values())[:7]), float(row["of_best"]))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 Call = Callable[[], Any]
+# In a table, and why there is none where it is not installed.
+NAME, ABSENT = "cudnn front end", "not installed"
 
 
 @functools.cache
@@ -58,25 +60,82 @@ def prepare(graph: Any, buffers: dict[Any, torch.Tensor]) -> Call:
     return functools.partial(graph.execute, buffers, workspace, handle=handle())
 
 
+def checked(
+    make: Callable[[], Call | None],
+    made: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    tolerance: float,
+) -> Call | str:
+    """The call that ``make`` gives, which fills ``made``, if it is right; else why there is none.
+
+    Right is what differs from ``expected`` by no more than ``tolerance`` of its largest magnitude.
+    """
+    for tensor in made:
+        tensor.fill_(torch.nan)
+    try:
+        call = make()
+        if call is None:
+            return ABSENT
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # The front end's errors have no common type.
+        return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    for found, wanted in zip(made, expected, strict=True):
+        off = (found.double() - wanted.double()).abs().max().item()
+        if not off <= tolerance * wanted.double().abs().max().item():
+            return f"wrong by {off:.3g}"
+    return call
+
+
+def peer(
+    make: Callable[[], Call | None],
+    made: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    tolerance: float,
+) -> dict[str, Call]:
+    """The checked call by its name in a table; nothing, with the reason printed, if it fails."""
+    call = checked(make, made, expected, tolerance)
+    if not isinstance(call, str):
+        return {NAME: call}
+    if call != ABSENT:
+        print(f"{NAME}, {tuple(made[0].shape)}: {call}", flush=True)
+    return {}
+
+
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    causal: bool = False,
+    lengths: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Call | None:
-    """Forward on (batch, heads, length, head size) operands into ``o``."""
+    """Forward on (batch, heads, length, head size) operands into ``o``.
+
+    ``lengths``, int32, are those of each sequence's queries and of its keys.
+    """
     if module() is None:
         return None
+    columns = [count.view(-1, 1, 1, 1).contiguous() for count in lengths or ()]
     graph = new_graph(q.dtype)
-    inputs = [graph.tensor_like(tensor) for tensor in (q, k, v)]
+    inputs = [graph.tensor_like(tensor) for tensor in (q, k, v, *columns)]
+    out = forward(graph, inputs, q.shape[3], causal)
+    out.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
+    return prepare(graph, dict(zip((*inputs, out), (q, k, v, *columns, o), strict=True)))
+
+
+def forward(graph: Any, inputs: Sequence[Any], size: int, causal: bool) -> Any:
+    """O of declared q, k, v and, where sequences have their own, lengths of queries and of keys."""
+    named = dict(zip(("q", "k", "v", "seq_len_q", "seq_len_kv"), inputs, strict=False))
     out, _ = graph.sdpa(
         name="sdpa",
-        q=inputs[0],
-        k=inputs[1],
-        v=inputs[2],
+        **named,
         generate_stats=False,
-        attn_scale=q.shape[3] ** -0.5,
+        attn_scale=size**-0.5,
         use_causal_mask=causal,
+        use_padding_mask="seq_len_q" in named,
     )
-    out.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
-    return prepare(graph, dict(zip((*inputs, out), (q, k, v, o), strict=True)))
+    return out
 
 
 def backward(
@@ -107,35 +166,6 @@ def backward(
     return prepare(graph, buffers)
 
 
-def padded(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-) -> Call | None:
-    """Forward on (batch, heads, length, head size) operands with int32 lengths of each sequence."""
-    if module() is None:
-        return None
-    lengths = [count.view(-1, 1, 1, 1).contiguous() for count in (rows, keys)]
-    graph = new_graph(q.dtype)
-    inputs = [graph.tensor_like(tensor) for tensor in (q, k, v, *lengths)]
-    out, _ = graph.sdpa(
-        name="sdpa",
-        q=inputs[0],
-        k=inputs[1],
-        v=inputs[2],
-        generate_stats=False,
-        attn_scale=q.shape[3] ** -0.5,
-        use_padding_mask=True,
-        seq_len_q=inputs[3],
-        seq_len_kv=inputs[4],
-    )
-    out.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
-    return prepare(graph, dict(zip((*inputs, out), (q, k, v, *lengths, o), strict=True)))
-
-
 def packed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,18 +191,7 @@ def packed(
         made = graph.tensor(name=name, dim=dim, stride=stride)
         made.set_ragged_offset(offset_of)
         inputs.append(made)
-    out, _ = graph.sdpa(
-        name="sdpa",
-        q=inputs[0],
-        k=inputs[1],
-        v=inputs[2],
-        generate_stats=False,
-        attn_scale=size**-0.5,
-        use_causal_mask=causal,
-        use_padding_mask=True,
-        seq_len_q=length_q,
-        seq_len_kv=length_kv,
-    )
+    out = forward(graph, [*inputs, length_q, length_kv], size, causal)
     out.set_output(True).set_dim(dim).set_stride(stride).set_ragged_offset(offset_of)
     keys = (*inputs, out, offset_of, length_q, length_kv)
     return prepare(

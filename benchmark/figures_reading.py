@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
+
+from results import read_rows
 
 RESULTS = Path(__file__).resolve().parent / "results/nvidia_h200"
 Row = dict[str, str]
@@ -18,10 +19,9 @@ def rows(file: str, /, **wanted: str) -> list[Row]:
     Raises:
         LookupError: if there is none.
     """
-    lines = (RESULTS / f"{file}.csv").read_text(encoding="utf-8").splitlines()
     found = [
         row
-        for row in csv.DictReader(line for line in lines if not line.startswith("#"))
+        for row in read_rows(RESULTS / f"{file}.csv")
         if all(row[column] == value for column, value in wanted.items())
     ]
     if not found:

@@ -6,19 +6,17 @@ Peers: cuDNN through PyTorch and, for packed sequences, through its own front en
 attention; FlashAttention's CuTe kernels. One run measures everything, on the same random inputs,
 medians of interleaved rounds, host time hidden; every result is compared with a peer's first. It
 writes benchmark/results/<device>/hopper.csv (teraflops a second; a causal mask counts half the
-products), and hopper.png where matplotlib is there. A peer that is not installed is left out.
+products). A peer that is not installed is left out.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 import math
 import random
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import cudnn_frontend
@@ -217,9 +215,8 @@ def main() -> None:
     q, k, v = draw(32, 4096, 128), draw(8, 4096, 128), draw(8, 4096, 128)
     measure(table, "grouped", q, k, v, True, rounds)
     measure_packed(table, HEAVY_TAIL, 16, rounds)
-    path = table.write()
+    table.write()
     print("\n".join(summary), f"grid: least over the better peer {min(best):.3f}", sep="\n")
-    plot(path)
 
 
 def means(table: Table, peer: str) -> str:
@@ -231,39 +228,5 @@ def means(table: Table, peer: str) -> str:
     return f"grid: geometric mean over {peer} {mean:.3f}, least {min(ratios):.3f}"
 
 
-def plot(path: Path) -> None:
-    """A picture of the grid beside its table; left out where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with path.open() as file:
-        rows = [r for r in csv.DictReader(x for x in file if x[0] != "#") if r["case"] == "grid"]
-    figure, axes = pyplot.subplots(2, len(SIZES), figsize=(12, 6), sharex=True, sharey=True)
-    for column, size in enumerate(SIZES):
-        for line, mask in enumerate(("full", "causal")):
-            axis = axes[line][column]
-            cells = [r for r in rows if r["head_size"] == str(size) and r["mask"] == mask]
-            for name in ("hopper", *PEERS):
-                if not cells[0][name]:
-                    continue
-                speeds = [float(r[name]) for r in cells]
-                axis.plot([int(r["length"]) for r in cells], speeds, marker="o", label=name)
-            axis.set_xscale("log", base=2)
-            axis.set_title(f"head size {size}, {mask}")
-            axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.supxlabel("length, 16,384 tokens in all")
-    figure.supylabel("TFLOP/s")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2 and sys.argv[1] == "--plot":
-        plot(Path(sys.argv[2]))
-    else:
-        main()
+    main()

@@ -1,24 +1,21 @@
 """FP8 attention on an H100 or H200 beside bfloat16, and beside cuDNN's in FP8.
 
     python benchmark/hopper_fp8.py [--quick]
-    python benchmark/hopper_fp8.py --plot benchmark/results/<device>/hopper_fp8.csv
 
 One run measures everything, on the same random numbers of E4M3, medians of interleaved rounds,
 host time hidden. Every result is compared with the bfloat16 kernel's first. It writes
 benchmark/results/<device>/hopper_fp8.csv: teraflops a second, where a causal mask counts half the
-products. The second command draws hopper_fp8.png beside it, on any machine. cuDNN comes through its
-own front end (PyTorch has no such call); it is left out where that is not installed or declines.
+products. cuDNN comes through its own front end (PyTorch has no such call); it is left out where
+that is not installed or declines.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 import math
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import cudnn_frontend
@@ -169,38 +166,7 @@ def measure(table: Table, size: int, length: int, causal: bool, rounds: int) -> 
     )
 
 
-def plot(path: Path) -> None:
-    """A picture of a table beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with path.open() as file:
-        rows = list(csv.DictReader(line for line in file if line[0] != "#"))
-    figure, axes = pyplot.subplots(2, len(SIZES), figsize=(9, 6), sharex=True, sharey=True)
-    for column, size in enumerate(SIZES):
-        for line, mask in enumerate(("full", "causal")):
-            axis = axes[line][column]
-            cells = [r for r in rows if r["head_size"] == str(size) and r["mask"] == mask]
-            for name, label in (("fp8", "FP8"), ("bf16", "bfloat16"), ("cudnn", "cuDNN's FP8")):
-                given = [r for r in cells if r[name]]
-                lengths = [int(r["length"]) for r in given]
-                axis.plot(lengths, [float(r[name]) for r in given], marker="o", label=label)
-            axis.set_xscale("log", base=2)
-            axis.set_title(f"head size {size}, {mask}")
-            axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.supxlabel(f"length, {TOKENS:,} tokens in all")
-    figure.supylabel("TFLOP/s")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--plot"]:
-        plot(Path(sys.argv[2]))
-        return
     # The lengths on both sides of where another tile is taken.
     ends = list(itertools.product(SIZES, (LENGTHS[0], LENGTHS[-1]), (False, True)))
     build_ahead([functools.partial(of, *cell) for of in (build_fp8, build) for cell in ends])

@@ -1,4 +1,4 @@
-"""Result tables: a csv with device, versions and command in its header, printed as well."""
+"""Result tables: a csv with device, versions and command in its header; rows are printed."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def versions() -> str:
     return ", ".join(found)
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table that ``Table.write`` wrote."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
 class Table:
     """Rows of one subject; ``write`` puts them under results/<device>/<subject>.csv."""
 
@@ -56,11 +62,14 @@ class Table:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **columns: Any) -> None:
-        """Add a row; columns are those of the first one."""
+        """Add a row and print it; columns are those of the first one."""
+        if not self.rows:
+            print(*columns, sep=",")
         self.rows.append(columns)
+        print(*columns.values(), sep=",", flush=True)
 
     def write(self) -> Path:
-        """Write the csv and print it."""
+        """Write the csv with the rows that there are."""
         import torch
 
         folder = RESULTS / device_name()
@@ -73,5 +82,4 @@ class Table:
             writer = csv.DictWriter(file, list(self.rows[0]))
             writer.writeheader()
             writer.writerows(self.rows)
-        print(path.read_text())
         return path
