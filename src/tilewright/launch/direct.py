@@ -6,9 +6,11 @@ True. Of any other it returns False before anything is written, and the binder t
 every rule and every message; so what is accepted here is a subset of what is accepted there.
 ``DirectCalls.bind(pack, workspace)`` does all but the launch, in blocks that nobody else has.
 
-Layouts are checked at each call, since a tensor's can change in place. What depends on addresses
-alone is not: alignment and overlaps are looked at once for each set of addresses, and parameters
-are packed when the addresses are not those that a block was last filled for.
+Layouts are checked at each call, since a tensor's can change in place: one guard of torch looks at
+all operands, whether they are as those that passed last, and where they are not, each is looked at.
+What depends on addresses alone is not: alignment and overlaps are looked at once for each set of
+addresses, and parameters are packed when the addresses are not those that a block was last filled
+for.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ DirectBind = Callable[[Any, Any], BoundPlan | None]
 _MAX_FUNCTIONS = 64
 # Sets of addresses that a function remembers as plain; past that it starts anew.
 _MAX_PLAIN = 256
+# Sets of layouts for which a function has a guard made; past that the last two stay.
+_MAX_GUARDS = 16
 # What kernels assume of the pointers that a plan lists: multiples of 16 bytes.
 _KERNEL_ALIGNMENT_MASK = 15
 
@@ -149,8 +153,7 @@ def _generate(
         names[f"k{number}"] = keys[order[number]]
         lines.append(f"  b{number} = pack[k{number}]")
     lines += ["  pass", " except KeyError:", "  return False"]
-    for number in given:
-        lines += _layout_check(binder, number, names)
+    lines += _layout_checks(binder, given, names)
     facts = [f"p{number}" for number in given]
     spans = {i: f"p{i} + {_span(binder, i)}" for i in given}
     for number in given:
@@ -215,6 +218,43 @@ def _generate(
     lines += [" give(entry)", " return True"]
     exec("\n".join(lines), names)
     return names
+
+
+def _layout_checks(binder: Binder, given: Sequence[int], names: dict[str, Any]) -> list[str]:
+    """Lines that look at each operand, unless all are as those that were looked at last."""
+    names["are_as_last"] = names["are_as_before"] = _are_new
+    names["keep"] = _keeping(names)
+    operands = ", ".join(f"b{number}" for number in given)
+    lines = [f" if not (are_as_last({operands}) or are_as_before({operands})):"]
+    for number in given:
+        lines += [f" {line}" for line in _layout_check(binder, number, names)]
+    return [*lines, f"  keep({operands})"]
+
+
+def _are_new(*operands: Any) -> bool:
+    return False
+
+
+def _keeping(names: dict[str, Any]) -> Callable[..., None]:
+    """A function that makes ``are_as_last`` true of operands like its arguments.
+
+    Like are those of equal types, dispatch keys (the kind of device, and whether values are negated
+    when they are read, among them), data types, device indices, dims and strides.
+    ``are_as_before`` stays true of those of the time before: one plan may be called with parameters
+    and with plain tensors in turn.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    make = getattr(guards, "TensorGuards", None)
+    left = _MAX_GUARDS if make else 0
+
+    def keep(*operands: torch.Tensor) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            guard = make(*operands, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            names["are_as_before"], names["are_as_last"] = names["are_as_last"], guard.check
+
+    return keep
 
 
 def _layout_check(binder: Binder, number: int, names: dict[str, Any]) -> list[str]:

@@ -236,6 +236,41 @@ def test_a_missing_operand_is_never_filled_in(fake_driver: Any, norm: Any) -> No
             built.execute(lacking)
 
 
+def test_one_look_tells_whether_operands_are_as_before(fake_driver: Any, norm: Any) -> None:
+    built, pack = norm(), operands()
+    built.execute(pack)
+    names = built._direct.current.__globals__
+    are_as_last = names["are_as_last"]
+    x, scale, y = pack.values()
+    assert are_as_last(x, scale, y) and are_as_last(y.clone(), scale.clone(), x)
+    others = [torch._neg_view(x), x.view(torch.int32), x.to("meta"), torch.nn.Parameter(x)]
+    others += [x[1:], x.flatten(), x.t(), x[:, ::2], x.t().contiguous().t(), x.numpy(), None]
+    for other in others:
+        assert not are_as_last(other, scale, y)
+        assert not are_as_last(x, scale, other)
+    # Parameters in turn with plain tensors: both are known, and no third guard is made.
+    learned = pack | {"scale": torch.nn.Parameter(scale)}
+    for _ in range(3):
+        for given in (pack, learned):
+            built.execute(given)
+        assert names["are_as_before"] is are_as_last
+        assert names["are_as_last"](*learned.values())
+    x.t_()
+    assert not are_as_last(x, scale, y)
+
+
+def test_each_operand_is_looked_at_where_torch_has_no_guard(
+    fake_driver: Any, norm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    built, pack = norm(), operands()
+    for _ in range(2):
+        built.execute(pack)
+        assert built._direct.current(pack, None, None) and len(fake_driver.take()) == 2
+        for other in (torch._neg_view(pack["x"]), pack["x"].double(), pack["x"][1:]):
+            assert not built._direct.current({**pack, "x": other}, None, None)
+
+
 def changes(draw: random.Random, pack: dict[str, Any]) -> dict[str, Any]:
     """One more state of a pack: other buffers, views, types, or a change in place."""
     name = draw.choice(list(pack))
