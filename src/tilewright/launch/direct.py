@@ -244,7 +244,7 @@ def _keeping(names: dict[str, Any]) -> Callable[..., None]:
     and with plain tensors in turn.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    make = getattr(guards, "TensorGuards", None)
+    make: Any = getattr(guards, "TensorGuards", None)
     left = _MAX_GUARDS if make else 0
 
     def keep(*operands: torch.Tensor) -> None:
