@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,5 +65,23 @@ def verify(
         printed = capsys.readouterr()
         document = json.loads(file.read_text()) if file.exists() else {}
         return Verified(code, printed.out, printed.err, document)
+
+    return run
+
+
+@pytest.fixture
+def interpreted() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function (*arguments) that runs Python with Triton's kernels interpreted."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
 
     return run

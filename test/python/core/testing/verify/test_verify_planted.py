@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,26 +89,14 @@ for number in range(1, len(sys.argv), 2):
 """
 
 
-def interpreted(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, *arguments],
-        cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_triton_kernel_is_caught_in_the_interpreter(root: Path) -> None:
+def test_the_triton_kernel_is_caught_in_the_interpreter(interpreted: Callable[..., Any]) -> None:
     module = "examples.verify.planted_triton:attention"
     arguments = [module, "Stats"]
     for bug, (case, _, _) in ATTENTION.items():
         arguments += [f"{module}_{bug}", case]
-    out = interpreted(root, *arguments)
+    done = interpreted("-c", INTERPRETED, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = done.stdout
     assert f"{module} 0\n" in out
     for bug, (_, rules, words) in ATTENTION.items():
         before, found, _ = out.partition(f"{module}_{bug} 1\n")

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.L1
 BUGS = ("", "_narrow_stride", "_unmasked_tail", "_missed_head", "_wrong_log", "_stale_scale")
+VERIFY = ("-m", "tilewright.cli.main", "verify")
 
 
 @pytest.mark.parametrize("bug", [*BUGS, "_unwritten_rows"])
-def test_a_whole_run_in_the_interpreter(bug: str, root: Path) -> None:
+def test_a_whole_run_in_the_interpreter(bug: str, interpreted: Callable[..., Any]) -> None:
     target = f"examples.verify.planted_triton:attention{bug}"
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewright.cli.main", "verify", "attention", "--target", target],
-        cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = interpreted(*VERIFY, "attention", "--target", target)
     assert done.returncode == (1 if bug else 0), done.stdout + done.stderr
     assert (" 0 broken" in done.stdout) is not bool(bug)
 
 
-def test_the_triton_engine_in_the_interpreter(root: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewright.cli.main", "verify", "norms", "--engine", "triton"],
-        cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+def test_the_triton_engine_in_the_interpreter(interpreted: Callable[..., Any]) -> None:
+    done = interpreted(*VERIFY, "norms", "--engine", "triton")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing was looked at" not in done.stdout
