@@ -9,9 +9,8 @@ from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs
 from tilewright.engines.triton.attention_config import (
     MIN_BLOCK,
-    SM90_MULTIPROCESSORS,
-    SM100_MULTIPROCESSORS,
     power_of_two,
+    shared_bytes_of,
 )
 from tilewright.engines.triton.attention_config import choose_config as forward_config
 from tilewright.engines.triton.attention_spec import AttentionSpec
@@ -20,8 +19,6 @@ from tilewright.launch.tensor_maps import map_decline_reason
 
 # Row statistics have room for whole tiles of rows.
 PADDED_TO = 128
-# Multiprocessors of parts with 163 KiB of shared memory and more; others have 99, as SM120 has.
-_ROOMY = SM90_MULTIPROCESSORS | SM100_MULTIPROCESSORS | {108}
 # No row or key has this number, nor is its sum with one beyond 32 bits.
 _BEYOND_ALL = 2**30
 
@@ -81,7 +78,7 @@ def choose_config(spec: AttentionSpec, sm_count: int) -> BackwardConfig:
 
 def general_config(spec: AttentionSpec, sm_count: int) -> BackwardConfig:
     """The tiles of the general kernels, none longer than its sequences."""
-    config = _tiles(spec, has_room=sm_count in _ROOMY)
+    config = _tiles(spec, has_room=shared_bytes_of(sm_count) > 99 * 1024)
     rows, keys = (max(power_of_two(size), MIN_BLOCK) for size in (spec.rows, spec.keys))
     return replace(
         config,

@@ -17,6 +17,8 @@ SM90_MULTIPROCESSORS = frozenset({78, 114, 132})
 SM100_MULTIPROCESSORS = frozenset({148, 160})
 # What the engine says where kernels are interpreted.
 INTERPRETED_SM_COUNT = 4
+# An SM80 that is known by its multiprocessors; and the interpreter, which has room for any tile.
+SM80_MULTIPROCESSORS = frozenset({108, INTERPRETED_SM_COUNT})
 # A warp group of SM90, and the rows that it multiplies at a time.
 GROUP_WARPS, GROUP_ROWS = 4, 64
 # With more stages the compiler's deal gave wrong results on an H200 (Triton 3.6).
@@ -124,6 +126,13 @@ class ForwardConfig:
         limit = self.max_registers if is_tile else None
         made = replace(made, is_in_order=is_tile, is_ahead=not is_tile)
         return replace(made, programs=0, max_registers=limit)
+
+
+def shared_bytes_of(sm_count: int) -> int:
+    """Shared memory that a program may have; as SM120, which has least, if unknown."""
+    if sm_count in SM90_MULTIPROCESSORS | SM100_MULTIPROCESSORS:
+        return 227 * 1024
+    return (163 if sm_count in SM80_MULTIPROCESSORS else 99) * 1024
 
 
 def power_of_two(value: int) -> int:

@@ -16,6 +16,8 @@ from tilewright.engines.triton.attention_config import (
     Sharing,
     pieces,
     power_of_two,
+    shared_bytes_of,
+    whole,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec
 
@@ -55,6 +57,8 @@ MAX_RUNS_A_MULTIPROCESSOR = 16
 MIN_RUN_BLOCKS = 2
 # What beginning and ending a run takes, in blocks of keys.
 RUN_EXTRA_BLOCKS = 1
+# Shared memory beside what is loaded ahead: barriers, and of each row a bias whose layout changes.
+REST_BYTES, BIAS_REST_BYTES_A_ROW = 1024, 384
 # Each program reads the lengths of all sequences where keys are split.
 MAX_DEALT_BATCH = 1024
 
@@ -78,6 +82,14 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
         block_n = 16
     has_room = sm_count in SM90_MULTIPROCESSORS | SM100_MULTIPROCESSORS
     block_m = max(MIN_BLOCK, power_of_two(packed))
+    stages = 4 if has_room else 3
+    while _shared_bytes(spec, block_m, block_n, stages) > shared_bytes_of(sm_count):
+        if stages > 2:
+            stages -= 1
+        elif block_n > MIN_BLOCK:
+            block_n //= 2
+        else:
+            return None
     # Three programs with three stages share 227 KiB, or two with four; the parts of SM120 have 99.
     is_small = has_room and block_m == MIN_BLOCK and width <= 128
     count = SMALL_PROGRAMS_A_MULTIPROCESSOR if is_small else PROGRAMS_A_MULTIPROCESSOR
@@ -88,8 +100,19 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
         max_registers=SMALL_PROGRAM_REGISTERS if is_small else None,
     )
     splits = _splits(spec, block_n, sm_count, sharing.programs)
-    stages = 4 if has_room and not (is_small and splits > 1) else 3
+    if is_small and splits > 1:
+        stages = min(stages, 3)
     return ForwardConfig(block_m, block_n, 4, stages, splits, sharing=sharing)
+
+
+def _shared_bytes(spec: AttentionSpec, block_m: int, block_n: int, stages: int) -> int:
+    """Shared memory of a program, at most: queries, loads ahead, and weights between products."""
+    item_bytes = spec.data_type.bits // 8
+    bias_bytes = spec.ports["bias"].data_type.bits // 8 if spec.has_bias else 0
+    width, width_v = whole(spec.depth), whole(spec.depth_v)
+    ahead = block_n * ((width + width_v) * item_bytes + block_m * bias_bytes)
+    used = block_m * (width + block_n) * item_bytes + (stages - 1) * ahead
+    return used + REST_BYTES + (block_m * BIAS_REST_BYTES_A_ROW if spec.has_bias else 0)
 
 
 def takes_registers(spec: AttentionSpec, sm_count: int) -> bool:

@@ -63,6 +63,8 @@ FOUND = [
     Case(rows=33, keys=40, soft_cap="relu", stats="natural", bias="full"),
     Case(rows=20, keys=70, soft_cap="index", band="causal", heads=(4, 2)),
     Case(rows=3, keys=300, soft_cap="index", heads=(4, 2), batch=1),
+    # As many rows a key head as fit, whose bias took more shared memory than there is.
+    Case(rows=16, keys=300, heads=(4, 1), sizes=(32, 32), bias="full", dtype="float32", batch=1),
 ]
 
 
