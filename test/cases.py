@@ -377,6 +377,7 @@ CASES: tuple[Case, ...] = (
             f"{ON_GPU}::test_concurrent_frames_on_several_streams",
             f"{ATTENTION_ON_GPU}::test_concurrent_frames_on_several_streams",
             f"{HOPPER}_on_gpu.py::test_concurrent_frames_on_several_streams",
+            f"{P}/sdpa/triton/test_attention_beside_another_process.py",
         ),
     ),
     Case(

@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewright.artifact.code import KernelCode
 from tilewright.artifact.forbidding import require_compiler
+from tilewright.engines.compiled.unused_barriers import without_unused_barriers
 from tilewright.errors import NotSupportedError
 from tilewright.records import record
 
@@ -87,9 +88,13 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
         raise NotSupportedError(
             f"kernel {spec.name!r} wants scratch memory, which a prepared launch does not carry"
         )
+    image = compiled.asm["cubin"]
+    ptx = without_unused_barriers(compiled.asm["ptx"])
+    if ptx != compiled.asm["ptx"]:
+        image = _assembled(ptx, target, options)
     return KernelCode(
         metadata.name,
-        compiled.asm["cubin"],
+        image,
         metadata.num_warps * WARP_THREADS,
         metadata.shared,
         compute_capability,
@@ -112,6 +117,15 @@ def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
         ):
             triton.knobs.cache.dir = folder
             return triton.compile(source, target=target, options=options)
+
+
+def _assembled(ptx: str, target: Any, options: dict[str, Any]) -> bytes:
+    """The machine code of ``ptx``, assembled as Triton does it."""
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(target)
+    image: bytes = backend.make_cubin(ptx, {}, backend.parse_options(dict(options)), target.arch)
+    return image
 
 
 def _source_class(function: Any) -> Any:
