@@ -37,6 +37,7 @@ LENGTHS = (8192, 2048, 16384)
 ROUNDS = {LENGTHS[0]: 7}
 FEWER_ROUNDS = 3
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+CUTE = "FA-cute"
 # What the slowest front end takes on the host for a call.
 HOST_US = 1500.0
 GRADIENTS = ("dQ", "dK", "dV")
@@ -126,7 +127,7 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
     reference = next(iter(calls.values()))()
     cute = flash_cute.backward(q, k, v, d_o, causal)
     if cute is not None:
-        calls["cute"] = cute
+        calls[CUTE] = cute
     if length == LENGTHS[0]:
         made = {name: torch.empty_like(q) for name in GRADIENTS}
         front = functools.partial(cudnn_frontend.backward, pack, made, causal)
@@ -157,11 +158,11 @@ def measure(table: Table, depth: int, length: int, causal: bool) -> None:
             depth=depth,
             length=length,
             causal=int(causal),
-            who=name if " " in name else f"torch {name}",
+            who=f"torch {name}" if name in PEERS else name,
             ms=f"{ms:.3f}",
             tflop_s=f"{flops / ms / 1e9:.0f}",
             of_cudnn=f"{cudnn / ms:.2f}" if cudnn else "",
-            of_cute=f"{times['cute'] / ms:.2f}" if "cute" in times else "",
+            of_cute=f"{times[CUTE] / ms:.2f}" if CUTE in times else "",
             of_flash=f"{times['flash'] / ms:.2f}" if "flash" in times else "",
         )
 

@@ -32,7 +32,7 @@ KERNELS = {
     "torch cudnn": ("cuDNN", "tab:orange"),
     "cudnn front end": ("cuDNN by its front end", "gold"),
     "cute": ("FA-cute", "tab:green"),
-    "torch cute": ("FA-cute", "tab:green"),
+    "FA-cute": ("FA-cute", "tab:green"),
     "flash": ("PyTorch's flash", "tab:red"),
     "torch flash": ("PyTorch's flash", "tab:red"),
     "fp8": ("tilewright hopper, FP8", "tab:cyan"),
