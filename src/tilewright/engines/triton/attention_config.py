@@ -231,6 +231,12 @@ def takes_many_tiles(spec: AttentionSpec, config: ForwardConfig) -> bool:
     return config.is_specialized and elements * spec.data_type.bits // 8 <= DEALT_SHARED_BYTES
 
 
+def goes_in_pairs(spec: AttentionSpec, config: ForwardConfig) -> bool:
+    """True if programs take a long and a short tile of a head in turn, under a causal mask."""
+    is_triangle = spec.right is not None and spec.left is None
+    return is_triangle and spec.rows > config.block_m and takes_many_tiles(spec, config)
+
+
 def has_even_edges(spec: AttentionSpec, config: ForwardConfig) -> bool:
     """True if both edges of a window are diagonals of blocks, which are as long as tiles."""
     block = config.block_n

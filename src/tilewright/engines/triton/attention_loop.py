@@ -15,6 +15,7 @@ from triton.language import core
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_masks import (
     LOG2_E,
+    LOWEST,
     changed_scores,
     philox_keep,
     tile_is_open,
@@ -104,6 +105,22 @@ def block_start(
     else:
         start = first.to(tl.int64) * row_step
         return at + start * UNIT, within.to(tl.int64) * row_step * UNIT
+
+
+@triton.jit
+def weigh(score, top, total, scale, HIDES: tl.constexpr):
+    """(weights, fade of what was summed so far, total, top) with a block's scores.
+
+    ``scale`` is positive and in base 2. HIDES: scores may be -inf in a whole row.
+    """
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    level = new_top
+    if HIDES:
+        # exp2(-inf + inf) would be NaN.
+        level = tl.maximum(new_top, LOWEST)
+    weights = tl.exp2(score * scale - level[:, None])
+    fade = tl.exp2(top - level)
+    return weights, fade, total * fade + tl.sum(weights, 1), new_top
 
 
 @triton.jit

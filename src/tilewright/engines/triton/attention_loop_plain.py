@@ -12,7 +12,7 @@ from triton.language import core
 from tilewright.engines.compiled.bf16 import dot
 from tilewright.engines.triton.attention_assembly import hide_after, hide_before, settled
 from tilewright.engines.triton.attention_level import first_level
-from tilewright.engines.triton.attention_loop import load_piece
+from tilewright.engines.triton.attention_loop import load_piece, weigh
 from tilewright.engines.triton.attention_masks import LOWEST, visible
 
 
@@ -174,15 +174,8 @@ def attend_in_order(
             weights = tl.exp2(score * scale - level[:, None])
             total = total + tl.sum(weights, 1)
         else:
-            new_top = tl.maximum(top, tl.max(score, 1) * scale)
-            level = new_top
-            if HAS_LEFT or HAS_RIGHT or MASKS_END:
-                # exp2(-inf + inf) would be NaN.
-                level = tl.maximum(new_top, LOWEST)
-            weights = tl.exp2(score * scale - level[:, None])
-            fade = tl.exp2(top - level)
-            total = total * fade + tl.sum(weights, 1)
-            top = new_top
+            hides: tl.constexpr = HAS_LEFT or HAS_RIGHT or MASKS_END
+            weights, fade, total, top = weigh(score, top, total, scale, hides)
             acc = acc * fade[:, None]
         weights = weights.to(q.dtype)
         if v_map is not None and IS_WHOLE:

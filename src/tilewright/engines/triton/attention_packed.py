@@ -17,7 +17,12 @@ import triton.language as tl
 from tilewright.engines.compiled.planned import KernelPlan
 from tilewright.engines.triton.attention_addresses import quotient
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_config import ForwardConfig, takes_many_tiles, whole
+from tilewright.engines.triton.attention_config import (
+    ForwardConfig,
+    goes_in_pairs,
+    takes_many_tiles,
+    whole,
+)
 from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import LOG2_E
 from tilewright.engines.triton.attention_packed_order import (
@@ -65,56 +70,37 @@ def attention_forward_packed(
     programs = tl.num_programs(0)
     own = tl.program_id(0)
     count = tl.load(order) * heads
+    # A loop of one turn is none.
+    steps, twice = 1, 0
     if IS_PERSISTENT:
-        rounds = dealt_count(count, own, programs)
-        twice = 0
+        steps = dealt_count(count, own, programs)
         if IN_PAIRS:
             twice = dealt_count(tl.load(order + 1) * heads, own, programs)
-        for step in tl.range(0, rounds + twice):
+            steps += twice
+    for step in tl.range(0, steps):
+        if IS_PERSISTENT:
             turn = step
             if IN_PAIRS:
                 turn = tl.where(step < 2 * twice, step // 2, step - twice)
             number = turn * programs + tl.where(turn % 2 == 0, own, programs - 1 - own)
-            sequence, head, place, rows, keys, q_first, k_first, v_first = unit_at(
-                order, number, heads, by_heads, heads_shift, IN_PAIRS, BLOCK_M
-            )
-            tile = tl.cdiv(rows, BLOCK_M) - 1 - place
-            if IN_PAIRS:
-                is_second = (step < 2 * twice) & (step % 2 == 1)
-                # An odd one in the middle has no second: one beyond the rows.
-                other = tl.where(place == tile, tile + place + 1, place)
-                tile = tl.where(is_second, other, tile)
-            shift = 0
-            if BOTTOM_RIGHT:
-                shift = keys - rows
-            attend_tile(
-                tile, number, sequence, head, quotient(head, by_group, group_shift),
-                q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, flags,
-                0, q_head, q_row, q_col, 0, k_head, k_row, k_col, 0, v_head, v_row, v_col,
-                o_batch, o_head, o_row, o_col, gate_batch, gate_head, gate_row, gate_col,
-                stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
-                ssum_batch, ssum_head, ssum_row, sink_head,
-                factor, rows, keys, left, right, shift, 0, zero,
-                D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2,
-                True, False, True,
-                q_first, k_first, v_first,
-                o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
-                o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step,
-                ssum_offset_step, o_multiplier, gate_multiplier, stats_multiplier,
-                smax_multiplier, ssum_multiplier,
-            )  # fmt: skip
-    else:
-        number = own
-        is_there = number < count
-        known = tl.maximum(tl.minimum(number, count - 1), 0)
+            known = number
+        else:
+            number = own
+            is_there = number < count
+            known = tl.maximum(tl.minimum(number, count - 1), 0)
         sequence, head, place, rows, keys, q_first, k_first, v_first = unit_at(
             order, known, heads, by_heads, heads_shift, IN_PAIRS, BLOCK_M
         )
         tile = tl.cdiv(rows, BLOCK_M) - 1 - place
-        # Where no sequence has a row no unit was written down.
-        sequence, head = tl.where(is_there, sequence, 0), tl.where(is_there, head, 0)
-        rows, keys = tl.where(is_there, rows, 0), tl.where(is_there, keys, 0)
+        if IN_PAIRS:
+            is_second = (step < 2 * twice) & (step % 2 == 1)
+            # An odd one in the middle has no second: one beyond the rows.
+            other = tl.where(place == tile, tile + place + 1, place)
+            tile = tl.where(is_second, other, tile)
+        if not IS_PERSISTENT:
+            # Where no sequence has a row no unit was written down.
+            sequence, head = tl.where(is_there, sequence, 0), tl.where(is_there, head, 0)
+            rows, keys = tl.where(is_there, rows, 0), tl.where(is_there, keys, 0)
         shift = 0
         if BOTTOM_RIGHT:
             shift = keys - rows
@@ -152,7 +138,7 @@ def packed_plan(
 ) -> KernelPlan:
     """The order, the kernel, and the one that makes noted units again."""
     is_persistent = takes_many_tiles(spec, config)
-    in_pairs = is_persistent and spec.right is not None and spec.left is None
+    in_pairs = goes_in_pairs(spec, config)
     units = packed_units(spec, config.block_m, in_pairs=in_pairs)
     flags_at = _WORD_BYTES * (HEADER.value + WORDS.value * units)
     scratch = flags_at + _WORD_BYTES * units * spec.heads_q

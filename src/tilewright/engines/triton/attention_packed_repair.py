@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.triton.attention_addresses import quotient, row_offsets
-from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
+from tilewright.engines.triton.attention_loop import load_piece, scalar_value
 from tilewright.engines.triton.attention_masks import LOG2_E, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_packed_order import unit_at
+from tilewright.engines.triton.attention_repair import made_again
 
 
 @triton.jit
@@ -70,20 +71,11 @@ def attention_packed_repair(
                         )
                         if first_row >= rows:
                             end = first
-                        acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
-                        total = tl.zeros((BLOCK_M,), tl.float32)
-                        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-                        acc, _, total, top = attend(
-                            acc, 0.0, total, top, query, query, k_at, v_at,
-                            k_row, v_row, k_col, v_col,
-                            None, None, 0, 0, 0, 0, first // BLOCK_N * BLOCK_N, end, first_row,
-                            row[:, None], keys, shift, left, right, factor,
-                            None, None, None, None, None, None, sequence, head,
-                            None, 0, None, None, keys, None, None, None, 0, None, 0, 0,
-                            in_rows[:, None],
-                            D, DV, D_BLOCK, 0, DV_BLOCK, 0, BLOCK_N, UNIT, 1, 1,
-                            False, HAS_LEFT, HAS_RIGHT, False, False, False, None, None,
-                            False, False, 0, False, True, True, True,
+                        acc, total, top = made_again(
+                            query, k_at, v_at, k_row, v_row, k_col, v_col, first, end, first_row,
+                            row, in_rows, keys, shift, left, right, factor, sequence, head,
+                            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT,
+                            True,
                         )  # fmt: skip
                         if sink is not None:
                             level = tl.load(sink + head.to(tl.int64) * sink_head)

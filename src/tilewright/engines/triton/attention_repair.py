@@ -2,9 +2,10 @@
 
 A hidden key has weight 0, and 0 times NaN or infinity is NaN; and at a level that is kept sums may
 pass what float32 holds. Both are rare: a forward kernel that does not look for such values notes of
-each row whether its sums are finite (``spoilt``, 32 bits a
-row, rows of a head padded to whole tiles), and this kernel makes the noted rows again by the loop
-that marks which rows really see such a value. A program looks through the notes of several tiles.
+each row whether its sums are finite (``spoilt``, 32 bits a row, rows of a head padded to whole
+tiles), and this kernel makes the noted rows again by the loop that marks which rows really see such
+a value. A program looks through the notes of several tiles. Where a level is kept the sums are the
+likelier cause, and marks are left to a second loop.
 """
 
 from __future__ import annotations
@@ -17,15 +18,49 @@ import triton.language as tl
 from tilewright.engines.compiled.planned import PlannedKernel
 from tilewright.engines.triton.attention_addresses import row_offsets
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_config import ForwardConfig, whole
-from tilewright.engines.triton.attention_loop import attend, load_piece, scalar_value
+from tilewright.engines.triton.attention_config import ForwardConfig, keeps_level, whole
+from tilewright.engines.triton.attention_loop import (
+    attend,
+    is_spoilt,
+    load_piece,
+    scalar_value,
+)
 from tilewright.engines.triton.attention_masks import LOG2_E, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_spec import AttentionSpec
 
-# Notes that a program looks through, and rows that it makes at a time.
-_NOTES = 2048
+# Notes that a program looks through, and fewer where rows may pass their level, as then all may;
+# and rows that it makes at a time.
+_NOTES, _NOTES_AT_A_LEVEL = 2048, 512
 _ROWS = 64
+
+
+@triton.jit
+def made_again(
+    query, k_at, v_at, k_row, v_row, k_col, v_col, first, end, first_row, row,
+    in_rows, keys, shift, left, right, factor, batch, head,
+    D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHECKS: tl.constexpr,
+):  # fmt: skip
+    """(sums, total, greatest score) of BLOCK_M rows.
+
+    CHECKS: values that are not finite are looked for, and marked where a row sees them.
+    """
+    acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    acc, _, total, top = attend(
+        acc, 0.0, total, top, query, query, k_at, v_at, k_row, v_row, k_col, v_col,
+        None, None, 0, 0, 0, 0, first // BLOCK_N * BLOCK_N, end, first_row,
+        row[:, None], keys, shift, left, right, factor,
+        None, None, None, None, None, None, batch, head,
+        None, 0, None, None, keys, None, None, None, 0, None, 0, 0, in_rows[:, None],
+        D, DV, D_BLOCK, 0, DV_BLOCK, 0, BLOCK_N, UNIT, 1, 1,
+        False, HAS_LEFT, HAS_RIGHT, False, False, False, None, None, False, False, 0,
+        False, True, True, CHECKS,
+    )  # fmt: skip
+    return acc, total, top
 
 
 @triton.jit
@@ -44,7 +79,7 @@ def attention_repair(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    STATS_LOG2: tl.constexpr, NOTES: tl.constexpr,
+    STATS_LOG2: tl.constexpr, NOTES: tl.constexpr, TRIES_PLAIN: tl.constexpr,
 ):  # fmt: skip
     """``noted_rows`` notes a head, a multiple of BLOCK_M, for each of ``all_heads`` heads."""
     begin = tl.program_id(0).to(tl.int64) * NOTES
@@ -78,19 +113,21 @@ def attention_repair(
                 first, end, _, _ = key_bounds(
                     first_row, last_row, keys, shift, left, right, HAS_LEFT, HAS_RIGHT
                 )
-                acc = tl.zeros((BLOCK_M, DV_BLOCK), tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-                top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-                acc, _, total, top = attend(
-                    acc, 0.0, total, top, query, query, k_at, v_at, k_row, v_row, k_col, v_col,
-                    None, None, 0, 0, 0, 0, first // BLOCK_N * BLOCK_N, end, first_row,
-                    row[:, None], keys, shift, left, right, factor,
-                    None, None, None, None, None, None, batch, head,
-                    None, 0, None, None, keys, None, None, None, 0, None, 0, 0, in_rows[:, None],
-                    D, DV, D_BLOCK, 0, DV_BLOCK, 0, BLOCK_N, UNIT, 1, 1,
-                    False, HAS_LEFT, HAS_RIGHT, False, False, False, None, None, False, False, 0,
-                    False, True, True, True,
+                acc, total, top = made_again(
+                    query, k_at, v_at, k_row, v_row, k_col, v_col, first, end, first_row, row,
+                    in_rows, keys, shift, left, right, factor, batch, head,
+                    D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT,
+                    not TRIES_PLAIN,
                 )  # fmt: skip
+                if TRIES_PLAIN:
+                    # Not the sums alone, then: a value is not finite.
+                    if is_spoilt(acc, 0.0, False):
+                        acc, total, top = made_again(
+                            query, k_at, v_at, k_row, v_row, k_col, v_col, first, end, first_row,
+                            row, in_rows, keys, shift, left, right, factor, batch, head,
+                            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, HAS_LEFT, HAS_RIGHT,
+                            True,
+                        )  # fmt: skip
                 if sink is not None:
                     level = tl.load(sink + head.to(tl.int64) * sink_head)
                     acc, _, total, top = join_sink(acc, 0.0, total, top, level, False)
@@ -132,12 +169,16 @@ def repair_kernel(
     arguments.extent("noted_rows", noted_rows)
     arguments.extent("all_heads", all_heads)
     block, block_v = whole(spec.depth), whole(spec.depth_v)
+    has_level = keeps_level(spec, forward)
+    notes = _NOTES_AT_A_LEVEL if has_level else _NOTES
     arguments.constant(
         D_BLOCK=block,
         DV_BLOCK=block_v,
         BLOCK_M=min(_ROWS, forward.block_m),
         BLOCK_N=min(32 if block_v > 128 else 64, forward.block_n),
-        NOTES=_NOTES,
+        NOTES=notes,
+        TRIES_PLAIN=has_level,
     )
-    grid = (triton.cdiv(noted_rows * all_heads, _NOTES), 1, 1)
-    return arguments.planned(attention_repair, grid, 8 if block_v > 128 else 4, 1)
+    grid = (triton.cdiv(noted_rows * all_heads, notes), 1, 1)
+    stages = 3 if has_level else 1
+    return arguments.planned(attention_repair, grid, 8 if block_v > 128 else 4, stages)

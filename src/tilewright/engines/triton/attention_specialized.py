@@ -41,6 +41,7 @@ from tilewright.engines.triton.attention_assembly import (
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     gates_apart,
+    goes_in_pairs,
     has_even_edges,
     heads_at_a_time,
     takes_many_tiles,
@@ -53,8 +54,9 @@ from tilewright.engines.triton.attention_loop import (
     note_rows,
     rows_to_note,
     scalar_value,
+    weigh,
 )
-from tilewright.engines.triton.attention_masks import LOG2_E, LOWEST
+from tilewright.engines.triton.attention_masks import LOG2_E
 from tilewright.engines.triton.attention_output import join_sink, store_rows
 from tilewright.engines.triton.attention_repair import notes_of, repair_kernel
 from tilewright.engines.triton.attention_spec import AttentionSpec
@@ -162,15 +164,8 @@ def attend_tile(
             score = hide_after(score, first, within[None, :], high, first + BLOCK_N <= open_end)
         if HAS_LEFT and not HAS_EVEN_EDGES:
             score = hide_before(score, first, within[None, :], low, first >= open_start)
-        new_top = tl.maximum(top, tl.max(score, 1) * factor)
-        level = new_top
-        if HAS_LEFT or HAS_RIGHT or IS_PACKED:
-            # exp2(-inf + inf) would be NaN.
-            level = tl.maximum(new_top, LOWEST)
-        weights = tl.exp2(score * factor - level[:, None])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, 1)
-        top = new_top
+        hides: tl.constexpr = HAS_LEFT or HAS_RIGHT or IS_PACKED
+        weights, fade, total, top = weigh(score, top, total, factor, hides)
         acc = acc * fade[:, None]
         weights = weights.to(query.dtype)
         if v_map is not None:
@@ -262,6 +257,8 @@ def attention_forward_specialized(
     shift = 0
     if BOTTOM_RIGHT:
         shift = keys - rows
+    # A loop of one turn is none.
+    steps = 1
     if IS_PERSISTENT:
         programs = tl.num_programs(0)
         own = tl.program_id(0)
@@ -278,39 +275,19 @@ def attention_forward_specialized(
                 by_heads, heads_shift, by_group, group_shift,
                 by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
             )  # fmt: skip
-        for step in tl.range(0, steps):
-            if IN_PAIRS:
-                unit = own + step // 2 * programs
-                tile = tl.where(step % 2 == 0, tiles - 1 - unit % units, unit % units)
-                both = unit // units
-                head, batch = both % heads, both // heads
-                key_head = head // group
-            attend_tile(
-                tile, both, batch, head, key_head,
-                q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
-                q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
-                v_batch, v_head, v_row, v_col, o_batch, o_head, o_row, o_col,
-                gate_batch, gate_head, gate_row, gate_col,
-                stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
-                ssum_batch, ssum_head, ssum_row, sink_head,
-                factor, rows, keys, left, right, shift, tiles, zero,
-                D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
-                GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2,
-                not IN_PAIRS, HAS_EVEN_EDGES,
-            )  # fmt: skip
-            if not IN_PAIRS:
-                # Behind the end of a tile, in which it finds room.
-                tile, both, batch, head, key_head = dealt(
-                    step + 1, own, programs, tiles, group_heads, all_heads, heads,
-                    by_heads, heads_shift, by_group, group_shift,
-                    by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
-                )  # fmt: skip
     else:
         tile, both = tile_at(
             tl.program_id(0), tiles, group_heads, all_heads,
             by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
         )  # fmt: skip
         batch, head, key_head = heads_of(both, heads, by_heads, heads_shift, by_group, group_shift)
+    for step in tl.range(0, steps):
+        if IN_PAIRS:
+            unit = own + step // 2 * programs
+            tile = tl.where(step % 2 == 0, tiles - 1 - unit % units, unit % units)
+            both = unit // units
+            head, batch = both % heads, both // heads
+            key_head = head // group
         attend_tile(
             tile, both, batch, head, key_head,
             q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, sink, spoilt,
@@ -320,9 +297,17 @@ def attention_forward_specialized(
             stats_batch, stats_head, stats_row, smax_batch, smax_head, smax_row,
             ssum_batch, ssum_head, ssum_row, sink_head,
             factor, rows, keys, left, right, shift, tiles, zero,
-            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE,
-            HAS_LEFT, HAS_RIGHT, STATS_LOG2, True, HAS_EVEN_EDGES,
+            D, DV, D_BLOCK, DV_BLOCK, BLOCK_M, BLOCK_N, UNIT, O_UNIT,
+            GATE_UNIT, GATE_O, GATE_TYPE, HAS_LEFT, HAS_RIGHT, STATS_LOG2,
+            not IN_PAIRS, HAS_EVEN_EDGES,
         )  # fmt: skip
+        if IS_PERSISTENT and not IN_PAIRS:
+            # Behind the end of a tile, in which it finds room.
+            tile, both, batch, head, key_head = dealt(
+                step + 1, own, programs, tiles, group_heads, all_heads, heads,
+                by_heads, heads_shift, by_group, group_shift,
+                by_unit, unit_shift, by_some, some_shift, by_rest, rest_shift, LAST_FIRST,
+            )  # fmt: skip
 
 
 def is_dealt(spec: AttentionSpec) -> bool:
@@ -371,7 +356,7 @@ def specialized_plan(
         LAST_FIRST=spec.right is not None,
         IS_PERSISTENT=is_persistent,
         HAS_EVEN_EDGES=has_even_edges(spec, config),
-        IN_PAIRS=spec.right is not None and spec.left is None,
+        IN_PAIRS=goes_in_pairs(spec, config),
     )
     if is_aligned:
         box = (1, 1, config.block_n)
