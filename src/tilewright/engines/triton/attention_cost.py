@@ -10,9 +10,10 @@ exponential. Programs that share a multiprocessor share its units. A call takes
 
 Every fact is in ``DEVICE_FACTS``. Those of SM90 were fitted to 34 declarations on an H200: of the
 tiles proposed then, the model was within a factor of 1.7 of what was measured, and the one that it
-put first took 0.5 % longer than the quickest on average, 6 % at most. Starts of warp groups and
-masks were fitted again since. ``benchmark/attention_plans.py`` sets the model beside the times of
-all plans. The rates of other parts are their makers' figures, scaled alike. Autotuning measures.
+put first took 0.5 % longer than the quickest on average, 6 % at most. Starts of warp groups, masks
+and combinations were fitted again since, to 86 declarations: 0.5 % on average, 7 % at most.
+``benchmark/attention_plans.py`` sets the model beside the times of all plans. The rates of other
+parts are their makers' figures, scaled alike. Autotuning measures.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tilewright.dtypes import DataType
 from tilewright.engines.triton.attention_config import (
     ForwardConfig,
     choose_config,
+    goes_in_pairs,
     power_of_two,
     takes_many_tiles,
 )
@@ -42,14 +44,14 @@ class DeviceFacts:
     ``matrix_tflop_s`` is what products of 16-bit operands sustain on the whole device,
     ``exponentials_a_us`` what one multiprocessor makes, ``copy_tb_s`` the rate of a copy, and
     ``cache_factor`` how much faster keys come that other programs have read. A turn waits for
-    ``turn_us + wait_us / stages``. A program of few warps starts in ``start_us``, as does a tile of
-    a program that takes many, and one of eight in ``start_of_eight_us``. Scores of a tile of fewer
-    than 128 rows cost ``small_tile_factor`` more, and the first ``ramp_us`` of reading twice.
-    Masking a block costs as much as the block, or ``hiding`` of it where all blocks are in one
-    loop. A gate at a tile's end takes ``gate_us``. A combination takes ``combine_us`` and
-    ``combine_run_us`` a run. Where warp groups take turns, scores cost ``dealt_factor`` of that,
-    and a gate takes ``gate_of_dealt_us``; of packed sequences the kernels in front and behind take
-    ``order_us``.
+    ``turn_us + wait_us / stages``. A program of few warps starts in ``start_us``, one of eight in
+    ``start_of_eight_us``, and a tile of a program that takes many in ``start_of_dealt_us``. Scores
+    of a tile of fewer than 128 rows cost ``small_tile_factor`` more, and the first ``ramp_us`` of
+    reading twice. Masking a block costs as much as the block, or ``hiding`` of it where all blocks
+    are in one loop. A gate at a tile's end takes ``gate_us``. A combination takes ``combine_us``,
+    unless it begins beside the runs, and ``combine_run_us`` a run. Where warp groups take turns,
+    scores cost ``dealt_factor`` of that, and a gate takes ``gate_of_dealt_us``; of packed sequences
+    the kernels in front and behind take ``order_us``.
     """
 
     name: str
@@ -61,18 +63,19 @@ class DeviceFacts:
     launch_us: float = 5.0
     start_us: float = 3.5
     start_of_eight_us: float = 6.0
+    start_of_dealt_us: float = 1.5
     turn_us: float = 0.35
     wait_us: float = 1.8
     small_tile_factor: float = 1.3
     cache_factor: float = 2.0
-    ramp_us: float = 6.0
+    ramp_us: float = 4.0
     dealt_factor: float = 0.8
     hiding: float = 0.25
     gate_us: float = 4.0
     gate_of_dealt_us: float = 1.0
     order_us: float = 7.0
     combine_us: float = 4.2
-    combine_run_us: float = 0.23
+    combine_run_us: float = 0.2
     join_us: float = 1.5
 
 
@@ -122,22 +125,26 @@ def cost_us(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts) -> f
 
 def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts) -> float:
     tiles = -(-spec.rows // config.block_m)
-    programs = tiles * spec.batch * spec.heads_q
+    in_pairs = goes_in_pairs(spec, config)
+    programs = (-(-tiles // 2) if in_pairs else tiles) * spec.batch * spec.heads_q
     mean, longest = turns_of(spec, config)
     masked = _masked_turns(spec, config)
     masked *= facts.hiding if config.is_specialized or config.is_in_order else 1.0
     mean, longest = mean + masked, longest + masked
     at_once = min(_programs_at_once(spec, config, facts), -(-programs // facts.multiprocessors))
     # A program that takes tile after tile loads for the next one early.
-    is_large = config.warps >= 8 or config.is_specialized
-    is_large = is_large and not takes_many_tiles(spec, config)
-    start = facts.start_of_eight_us if is_large else facts.start_us
+    if takes_many_tiles(spec, config):
+        start = facts.start_of_dealt_us
+    elif config.warps >= 8 or config.is_specialized:
+        start = facts.start_of_eight_us
+    else:
+        start = facts.start_us
     if spec.has_gate:
         start += facts.gate_of_dealt_us if config.is_specialized else facts.gate_us
     turn = _turn_us(spec, config, facts, at_once)
-    rounds = -(-programs // (facts.multiprocessors * at_once))
+    rounds = -(-programs // (facts.multiprocessors * at_once)) * (2 if in_pairs else 1)
     work = max(rounds * (start + mean * turn), start + longest * turn)
-    read = programs * mean * config.block_n * _bytes_a_key(spec)
+    read = tiles * spec.batch * spec.heads_q * mean * config.block_n * _bytes_a_key(spec)
     if config.is_specialized and spec.is_ragged("q"):
         work += facts.order_us
     return facts.launch_us + max(work, _read_us(read, facts) / facts.cache_factor)
@@ -154,7 +161,9 @@ def _few_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts)
     if config.is_joined:
         total += facts.join_us
     elif config.splits > 1:
-        total += facts.combine_us + facts.combine_run_us * config.splits
+        is_early = config.sharing is not None and config.sharing.is_early
+        total += 0.0 if is_early else facts.combine_us
+        total += facts.combine_run_us * config.splits
     return total
 
 
