@@ -14,7 +14,6 @@ blocks are added up in float32: within a block the tensor cores keep fewer bits.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -22,24 +21,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
+from tilewright.engines.hopper.attention_fp8_leaving import (
+    finite_peaks,
+    give_maxima,
+    leave,
+    row_ends,
+)
 from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT, P_UNIT
 from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, magnitudes, repair
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
-    element,
     next_step,
     place_of,
 )
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 from tilewright.engines.hopper.attention_softmax import (
-    LN2,
-    LOG2E,
     MINUS_INFINITY,
     masked,
     rescaled,
     thread_sums,
 )
-from tilewright.engines.hopper.barriers import barrier_arrive, partition_barrier, stores_done
+from tilewright.engines.hopper.barriers import barrier_arrive, stores_done
 
 
 @gluon.jit
@@ -65,29 +67,6 @@ def as_operand(p, LAYOUT: gl.constexpr, kind: gl.constexpr):
     keys: gl.constexpr = p.shape[1]
     p = p.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
     return gl.convert_layout(p, LAYOUT, assert_trivial=True).to(kind)
-
-
-@gluon.constexpr_function
-def ordered_layout(columns):
-    """Who holds what of ``in_order``: four columns side by side a thread."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0]]
-        + [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
-
-
-@gluon.jit
-def in_order(out):
-    """O with its columns in order: column 16x + 8p + i of the product is column 16x + 2i + p."""
-    rows: gl.constexpr = out.shape[0]
-    columns: gl.constexpr = out.shape[1]
-    layout: gl.constexpr = ordered_layout(columns)
-    out = out.reshape([rows, columns // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([rows, columns])
-    return gl.convert_layout(out, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -152,50 +131,16 @@ def finish(acc, top, total, factor, peak_s, place, first, sequence, problem, fea
     rows = first + gl.arange(0, ROWS, layout)
     total = gl.convert_layout(gl.sum(total, 1), layout) * P_UNIT
     shift = gl.convert_layout(top, layout) * problem.scale
-    scaled = 1.0
-    if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        new_shift = gl.maximum(shift, sink)
-        scaled = gl.exp2(shift - new_shift)
-        total = total * scaled + gl.exp2(sink - new_shift)
-        shift = new_shift
-    empty = total == 0.0
-    end = problem.rows
-    if features.LENGTHS_Q != NO_LENGTHS:
-        empty = empty | (rows >= sequence.rows)
-    if features.HAS_STATS:
-        stats = shift + gl.log2(total)
-        if not features.STATS_LOG2:
-            stats = stats * LN2
-        at = problem.stats.pointer + element(
-            problem.stats, place.batch, place.head, place.head * 0, False
-        )
-        gl.store(
-            at + rows.to(gl.int64) * problem.stats.row,
-            gl.where(empty, MINUS_INFINITY, stats),
-            mask=rows < end,
-        )
+    empty, scaled, total = row_ends(total, shift, rows, place, sequence, problem, features)
     # The largest probability of a row is that of its maximum.
     largest = gl.where(empty, 0.0, scaled / total)
-    peak_s = gl.maximum(peak_s, gl.where(rows < end, largest, 0.0).to(gl.int32, bitcast=True))
+    found = gl.where(rows < problem.rows, largest, 0.0).to(gl.int32, bitcast=True)
+    peak_s = gl.maximum(peak_s, found)
     out = acc * (largest * factor)[:, None]
     if features.LENGTHS_Q != NO_LENGTHS:
         # What rows of padding hold, NaN included, does not matter.
         out = gl.where(empty[:, None], 0.0, out)
     return out, peak_s
-
-
-@gluon.jit
-def leave(out, scale_o, o_map, place, first, memory, WARPGROUP: gl.constexpr):
-    """O of a tile times its scale, through shared memory."""
-    room = memory.o.index(WARPGROUP)
-    out = in_order(out * scale_o).to(room.dtype)
-    # The tile before has left the room by now: one thread sees to it for all.
-    tma.store_wait(0)
-    partition_barrier()
-    room.store(out)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(o_map, [place.batch, place.head, first, 0], room)
 
 
 @gluon.jit
@@ -283,22 +228,15 @@ def consume(
         )
         rows = first + gl.arange(0, ROWS, of_row)
         found = magnitudes(out, rows, problem.rows)
-        if features.REPAIRS:
-            # Tiles that are not finite are looked at once more when all are done.
-            spoiled = gl.maximum(spoiled, found)
-            found = gl.where(found > INFINITY_BITS, 0, found)
-        peak_o = gl.maximum(peak_o, found)
-        leave(out, gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+        peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
+        leave(out * gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
         step = next_step(step + 1, problem, tiling, features)
     tma.store_wait(0)
     if features.REPAIRS:
         if gl.max(spoiled, 0) > INFINITY_BITS:
             stores_done()
             peak_o = repair(peak_o, count, problem, tiling, features, WARPGROUP)
-    if features.HAS_AMAX_S:
-        gl.atomic_max(problem.amax_s, gl.max(peak_s, 0))
-    if features.HAS_AMAX_O:
-        gl.atomic_max(problem.amax_o, gl.max(peak_o, 0))
+    give_maxima(peak_s, peak_o, problem, features)
 
 
 @gluon.jit

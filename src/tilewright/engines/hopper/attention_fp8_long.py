@@ -11,24 +11,23 @@ probability; both have the same three bits of mantissa. Sums of a row are of the
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.engines.hopper.attention_fp8_blocks import tile_sums
-from tilewright.engines.hopper.attention_fp8_consumer import leave
-from tilewright.engines.hopper.attention_fp8_repair import (
-    INFINITY_BITS,
-    magnitudes,
-    note_spoiled,
+from tilewright.engines.hopper.attention_fp8_leaving import (
+    end_of_pair,
+    finite_peaks,
+    leave,
+    row_ends,
 )
+from tilewright.engines.hopper.attention_fp8_repair import magnitudes
 from tilewright.engines.hopper.attention_fp8_softmax import EXPONENT, UNIT
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
-    element,
     next_step,
     place_of,
 )
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
-from tilewright.engines.hopper.attention_softmax import LN2, LOG2E, MINUS_INFINITY
 from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
 
 
@@ -43,32 +42,10 @@ def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, probl
     total = gl.convert_layout(gl.sum(total, 1), layout) * UNIT
     peak = gl.convert_layout(gl.max(peak, 1), layout).to(gl.float32, bitcast=True) * UNIT
     shift = gl.convert_layout(gl.max(bias, 1), layout) + EXPONENT
-    scaled = 1.0
-    if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        new_shift = gl.maximum(shift, sink)
-        scaled = gl.exp2(shift - new_shift)
-        total = total * scaled + gl.exp2(sink - new_shift)
-        shift = new_shift
-    empty = total == 0.0
-    end = problem.rows
-    if features.LENGTHS_Q != NO_LENGTHS:
-        empty = empty | (rows >= sequence.rows)
-    if features.HAS_STATS:
-        stats = shift + gl.log2(total)
-        if not features.STATS_LOG2:
-            stats = stats * LN2
-        at = problem.stats.pointer + element(
-            problem.stats, place.batch, place.head, place.head * 0, False
-        )
-        gl.store(
-            at + rows.to(gl.int64) * problem.stats.row,
-            gl.where(empty, MINUS_INFINITY, stats),
-            mask=rows < end,
-        )
+    empty, scaled, total = row_ends(total, shift, rows, place, sequence, problem, features)
     gain = gl.where(empty, 0.0, scaled / total)
     # Rows of padding may hold NaN.
-    largest = gl.where(empty | (rows >= end), 0.0, gain * peak)
+    largest = gl.where(empty | (rows >= problem.rows), 0.0, gain * peak)
     peak_s = gl.maximum(peak_s, largest.to(gl.int32, bitcast=True))
     out = acc * (gain * factor)[:, None]
     if features.LENGTHS_Q != NO_LENGTHS:
@@ -127,23 +104,13 @@ def consume_long(
         )  # fmt: skip
         rows = first + gl.arange(0, ROWS, of_row)
         found = magnitudes(out, rows, problem.rows)
-        if features.REPAIRS:
-            # Tiles that are not finite are looked at once more when all are done.
-            spoiled = gl.maximum(spoiled, found)
-            found = gl.where(found > INFINITY_BITS, 0, found)
-        peak_o = gl.maximum(peak_o, found)
-        leave(out, gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+        peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
+        leave(out * gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
         step = next_step(step + 1, problem, tiling, features)
     if WARPGROUP == 0:
         # A turn that nobody takes: no barrier is left half joined.
         barrier_wait(tiling.T_BARRIER, "256")
-    tma.store_wait(0)
-    if features.REPAIRS:
-        note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))
-    if features.HAS_AMAX_S:
-        gl.atomic_max(problem.amax_s, gl.max(peak_s, 0))
-    if features.HAS_AMAX_O:
-        gl.atomic_max(problem.amax_o, gl.max(peak_o, 0))
+    end_of_pair(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
 
 
 @gluon.jit

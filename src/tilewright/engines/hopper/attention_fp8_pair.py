@@ -10,37 +10,34 @@ when the consumers are done.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
-from tilewright.engines.hopper.attention_fp8_consumer import in_order, start_scores
+from tilewright.engines.hopper.attention_fp8_consumer import start_scores
+from tilewright.engines.hopper.attention_fp8_leaving import (
+    end_of_pair,
+    finite_peaks,
+    leave,
+    row_ends,
+)
 from tilewright.engines.hopper.attention_fp8_pair_softmax import masked, pass_turn, softmax_block
 from tilewright.engines.hopper.attention_fp8_records import P_UNIT
-from tilewright.engines.hopper.attention_fp8_repair import (
-    INFINITY_BITS,
-    magnitudes,
-    note_spoiled,
-)
+from tilewright.engines.hopper.attention_fp8_repair import magnitudes
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
-    element,
     next_step,
     place_of,
 )
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 from tilewright.engines.hopper.attention_softmax import (
-    LN2,
-    LOG2E,
     MINUS_INFINITY,
     rescaled,
     thread_sums,
 )
-from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait, partition_barrier
+from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
 
 
 @gluon.jit
@@ -103,49 +100,15 @@ def finish(acc, top, total, factor, peak_s, place, first, sequence, problem, fea
     rows = first + gl.arange(0, ROWS, layout)
     total = gl.convert_layout(gl.sum(total, 1), layout) * P_UNIT
     shift = gl.convert_layout(top, layout) * problem.scale
-    scaled = 1.0
-    if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        new_shift = gl.maximum(shift, sink)
-        scaled = gl.exp2(shift - new_shift)
-        total = total * scaled + gl.exp2(sink - new_shift)
-        shift = new_shift
-    empty = total == 0.0
-    end = problem.rows
-    if features.LENGTHS_Q != NO_LENGTHS:
-        empty = empty | (rows >= sequence.rows)
-    if features.HAS_STATS:
-        stats = shift + gl.log2(total)
-        if not features.STATS_LOG2:
-            stats = stats * LN2
-        at = problem.stats.pointer + element(
-            problem.stats, place.batch, place.head, place.head * 0, False
-        )
-        gl.store(
-            at + rows.to(gl.int64) * problem.stats.row,
-            gl.where(empty, MINUS_INFINITY, stats),
-            mask=rows < end,
-        )
+    empty, scaled, total = row_ends(total, shift, rows, place, sequence, problem, features)
     # The largest probability of a row is that of its maximum.
     largest = gl.where(empty, 0.0, scaled / total)
-    peak_s = gl.maximum(peak_s, gl.where(rows < end, largest, 0.0).to(gl.int32, bitcast=True))
+    found = gl.where(rows < problem.rows, largest, 0.0).to(gl.int32, bitcast=True)
+    peak_s = gl.maximum(peak_s, found)
     if features.LENGTHS_Q != NO_LENGTHS:
         # What rows of padding hold, NaN included, does not matter.
         acc = gl.where(empty[:, None], 0.0, acc)
     return acc, largest * factor, peak_s
-
-
-@gluon.jit
-def leave(acc, gain, o_map, place, first, memory, WARPGROUP: gl.constexpr):
-    """O of a tile, ``acc`` times ``gain``, through shared memory."""
-    room = memory.o.index(WARPGROUP)
-    out = in_order(acc * gain[:, None]).to(room.dtype)
-    # The tile before has left the room by now: one thread sees to it for all.
-    tma.store_wait(0)
-    partition_barrier()
-    room.store(out)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(o_map, [place.batch, place.head, first, 0], room)
 
 
 @gluon.jit
@@ -219,22 +182,12 @@ def consume(
         rows = first + gl.arange(0, ROWS, of_row)
         found = magnitudes(acc, rows, problem.rows).to(gl.float32, bitcast=True)
         found = (found * gl.abs(gain)).to(gl.int32, bitcast=True)
-        if features.REPAIRS:
-            # Tiles that are not finite are looked at once more when all are done.
-            spoiled = gl.maximum(spoiled, found)
-            found = gl.where(found > INFINITY_BITS, 0, found)
-        peak_o = gl.maximum(peak_o, found)
-        leave(acc, gain * scale_o, o_map, place, first, memory, WARPGROUP)
+        peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
+        leave(acc * (gain * scale_o)[:, None], o_map, place, first, memory, WARPGROUP)
         step = next_step(step + 1, problem, tiling, features)
     if WARPGROUP == 0:
         barrier_wait(tiling.T_BARRIER, "256")
-    tma.store_wait(0)
-    if features.REPAIRS:
-        note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))
-    if features.HAS_AMAX_S:
-        gl.atomic_max(problem.amax_s, gl.max(peak_s, 0))
-    if features.HAS_AMAX_O:
-        gl.atomic_max(problem.amax_o, gl.max(peak_o, 0))
+    end_of_pair(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
 
 
 @gluon.jit
