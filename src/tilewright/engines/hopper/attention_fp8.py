@@ -40,8 +40,9 @@ from tilewright.launch.prepared import Constant
 _SLAB = 64
 # Named barriers of a program.
 _BARRIERS = 16
-# Keys up to which tiles under a right bound go to two consumers that are made for few blocks.
-_SHORT = 2048
+# Keys up to which tiles under a right bound go to two consumers that are made for few blocks, and
+# others to three such.
+_SHORT, _SHORT_FULL = 2048, 1024
 # Registers a thread of a consumer and of the producer, by warpgroups of consumers.
 _CONSUMER_REGISTERS = {2: 232, 3: 160}
 _PRODUCER_REGISTERS = {2: 40, 3: 32}
@@ -51,7 +52,7 @@ _PRODUCER_REGISTERS = {2: 40, 3: 32}
 class AttentionConfig(TileConfig):
     """How a tile is cut: see the constants of ``attention_fp8_kernel``.
 
-    ``is_long``: what two consumers run is made for many blocks of keys a tile.
+    ``is_long``: what consumers run is made for many blocks of keys a tile.
     """
 
     warpgroups: int = 3
@@ -61,9 +62,10 @@ class AttentionConfig(TileConfig):
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_fp8.md."""
     is_wide = padded(spec.depth) == 128
-    is_short = spec.keys <= _SHORT
+    is_cut = spec.right is not None
+    is_short = spec.keys <= (_SHORT if is_cut else _SHORT_FULL)
     is_long = is_wide and not is_short
-    has_two = is_long or (is_short and spec.right is not None)
+    has_two = is_cut and (is_wide or is_short)
     return AttentionConfig(
         warpgroups=2 if has_two else 3, stages=2 if is_wide else 3, is_long=is_long
     )
@@ -84,7 +86,7 @@ def plan_with(
     graph: DeclaredGraph, spec: AttentionFp8Spec, config: AttentionConfig, sm_count: int
 ) -> KernelPlan:
     """The plan of one configuration."""
-    turns = 2 if config.warpgroups == 2 else 0
+    turns = config.warpgroups if config.warpgroups == 2 or config.is_long else 0
     if FIRST_FREE.value + 2 * config.stages + config.q_slots + turns > _BARRIERS:
         raise NotSupportedError(
             f"{config.stages} stages take more barriers than the {_BARRIERS} that there are"
@@ -114,7 +116,7 @@ def plan_with(
         ("DEPTH", depth),
         ("DEPTH_V", depth_v),
         ("WARPGROUPS", config.warpgroups),
-        ("IS_LONG", config.is_long and config.warpgroups == 2),
+        ("IS_LONG", config.is_long),
         ("STAGES", config.stages),
         ("Q_SLOTS", config.q_slots),
         ("BY_COST", config.by_cost and cost_grows(spec)),

@@ -4,9 +4,9 @@
     O = scale_s descale_s descale_v P8 V, Amax_O = max |O|, stored O scale_o
 
 where P8 is P rounded to E4M3 (``attention_fp8_consumer`` tells at which scale). Four warps copy Q,
-K and V and transpose V in shared memory (``attention_fp8_producer``); three consumers of four warps
-(``attention_fp8_consumer``), or two (``attention_fp8_pair`` where bands are short,
-``attention_fp8_long`` where wide heads are long), each own 64 rows of a tile. Tiles are dealt as in
+K and V and transpose V in shared memory (``attention_fp8_producer``); two or three consumers of
+four warps (``attention_fp8_pair`` where bands are short, ``attention_fp8_long`` where wide heads
+are long, else ``attention_fp8_consumer``) each own 64 rows of a tile. Tiles are dealt as in
 ``attention_kernel``.
 
 Source: Shah et al. 2024.
@@ -17,7 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewright.engines.hopper.attention_fp8_consumer import consume_0, consume_1, consume_2
-from tilewright.engines.hopper.attention_fp8_long import consume_long_first, consume_long_second
+from tilewright.engines.hopper.attention_fp8_long import (
+    consume_long_first,
+    consume_long_second,
+    consume_long_third,
+)
 from tilewright.engines.hopper.attention_fp8_pair import consume_first, consume_second
 from tilewright.engines.hopper.attention_fp8_producer import produce
 from tilewright.engines.hopper.attention_fp8_records import (
@@ -183,9 +187,9 @@ def attention_fp8_forward(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], one)
     vt_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    # Three consumers repair what they spoiled themselves, and note nothing.
+    # Three consumers of short loops repair what they spoiled themselves, and note nothing.
     notes = q_room
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 2 or IS_LONG:
         notes = gl.allocate_shared_memory(
             gl.int32, [WARPGROUPS, 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )
@@ -199,7 +203,18 @@ def attention_fp8_forward(
         mbarrier.init(memory.vt_full.index(i), count=1)
     fence_async_shared()
     arguments = (q_map, k_map, v_map, o_map, memory, problem, tiling, features)
-    if WARPGROUPS == 3:
+    if WARPGROUPS == 3 and IS_LONG:
+        gl.warp_specialize(
+            [
+                (consume_long_first, arguments),
+                (consume_long_second, arguments),
+                (consume_long_third, arguments),
+                (produce, arguments),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif WARPGROUPS == 3:
         gl.warp_specialize(
             [
                 (consume_0, arguments),
@@ -226,5 +241,5 @@ def attention_fp8_forward(
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-    if WARPGROUPS == 2 and REPAIRS:
+    if (WARPGROUPS == 2 or IS_LONG) and REPAIRS:
         repair_all(memory, problem, tiling, features)

@@ -1,8 +1,8 @@
 """A consumer of FP8 attention where it is long: four warps that make 64 rows of every tile.
 
-There are two. Block by block they multiply keys with Q, which stays in registers, make
-probabilities by maxima of before, and multiply values with them (``attention_fp8_blocks``). Hidden
-NaN are repaired when both are done.
+Block by block they multiply keys with Q, make probabilities by maxima of before, and multiply
+values with them: two, which hold Q in registers (``attention_fp8_blocks``), or three
+(``attention_fp8_three``). Hidden NaN are repaired when all are done.
 
 Probabilities are rounded to E4M3 in registers (``attention_fp8_softmax`` tells at which scale). A
 row's sum is only known when its last block is done, so what is rounded is not the normalized
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.engines.hopper.attention_fp8_blocks import tile_sums
+from tilewright.engines.hopper import attention_fp8_blocks, attention_fp8_three
 from tilewright.engines.hopper.attention_fp8_leaving import (
     end_of_pair,
     finite_peaks,
@@ -32,7 +32,8 @@ from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
 
 
 @gluon.jit
-def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, problem, features):
+def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, problem, features,
+           IS_EARLY: gl.constexpr):  # fmt: skip
     """(O in float32 before scale_o, the largest probability so far); Stats are stored.
 
     ``factor`` is what a sum of rounded probabilities times V is still to be multiplied by.
@@ -40,7 +41,10 @@ def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, probl
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows = first + gl.arange(0, ROWS, layout)
     total = gl.convert_layout(gl.sum(total, 1), layout) * UNIT
-    peak = gl.convert_layout(gl.max(peak, 1), layout).to(gl.float32, bitcast=True) * UNIT
+    peak = gl.convert_layout(gl.max(peak, 1), layout).to(gl.float32, bitcast=True)
+    if IS_EARLY:
+        peak = gl.exp2(peak)
+    peak = peak * UNIT
     shift = gl.convert_layout(gl.max(bias, 1), layout) + EXPONENT
     empty, scaled, total = row_ends(total, shift, rows, place, sequence, problem, features)
     gain = gl.where(empty, 0.0, scaled / total)
@@ -76,12 +80,13 @@ def consume_long(
     )
     of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
     SLOTS: gl.constexpr = tiling.Q_SLOTS
+    IS_EARLY: gl.constexpr = tiling.WARPGROUPS == 3
     peak_s = gl.zeros([ROWS], gl.int32, of_row)
     peak_o = gl.zeros([ROWS], gl.int32, of_row)
     spoiled = peak_o
     block = 0
-    if WARPGROUP == 1:
-        # The first turn is the other's.
+    if WARPGROUP == tiling.WARPGROUPS - 1:
+        # The first turn is the first consumer's.
         barrier_arrive(tiling.T_BARRIER, "256")
     count = count_tiles(problem, tiling, features)
     step = next_step(0, problem, tiling, features)
@@ -90,17 +95,23 @@ def consume_long(
         first = place.first + WARPGROUP * ROWS
         slot = number % SLOTS
         mbarrier.wait(memory.q_full.index(slot), (number // SLOTS) & 1)
-        q = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP).load(q_layout)
+        q = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP)
         acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
-        acc, bias, total, peak, block = tile_sums(
-            q, acc, place, first, block, sequence, memory, problem, tiling, features, WARPGROUP
-        )
+        if IS_EARLY:
+            acc, bias, total, peak, block = attention_fp8_three.tile_sums(
+                q, acc, place, first, block, sequence, memory, problem, tiling, features, WARPGROUP
+            )
+        else:
+            q = q.load(q_layout)
+            acc, bias, total, peak, block = attention_fp8_blocks.tile_sums(
+                q, acc, place, first, block, sequence, memory, problem, tiling, features, WARPGROUP
+            )
         if number + SLOTS < count:
             barrier_arrive(tiling.Q_BARRIER + slot, tiling.RELEASE)
         factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)
         out, peak_s = finish(
             acc, bias, total, peak, factor * UNIT, peak_s, place, first, sequence, problem,
-            features,
+            features, IS_EARLY,
         )  # fmt: skip
         rows = first + gl.arange(0, ROWS, of_row)
         found = magnitudes(out, rows, problem.rows)
@@ -121,3 +132,8 @@ def consume_long_first(q_map, k_map, v_map, o_map, memory, problem, tiling, feat
 @gluon.jit
 def consume_long_second(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
     consume_long(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 1)
+
+
+@gluon.jit
+def consume_long_third(q_map, k_map, v_map, o_map, memory, problem, tiling, features):
+    consume_long(q_map, k_map, v_map, o_map, memory, problem, tiling, features, 2)

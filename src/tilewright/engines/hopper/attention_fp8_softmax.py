@@ -143,21 +143,30 @@ def started(scores, scale):
 
 
 @gluon.jit
-def softmax_block(scores, bias, total, peak, scale, OWN: gl.constexpr, OTHER: gl.constexpr):
-    """(words, b', l', the largest p, factor) of scores; see above.
+def score_words(scores):
+    """Four tensors: the scores of a word's four keys, in the order of V^T.
 
-    A word has four keys in the order of V^T. A thread of the first product has keys 8c + 2q + e of
-    16, where q is its number among four; as an operand of the second it has positions 4q + 2c + e.
-    So key 8c + 2q + e takes position 4q + 2c + e, and nothing moves between threads.
+    A thread of the first product has keys 8c + 2q + e of 16, where q is its number among four; as
+    an operand of the second it has positions 4q + 2c + e. So key 8c + 2q + e takes position
+    4q + 2c + e, and nothing moves between threads.
     """
     rows: gl.constexpr = scores.shape[0]
     keys: gl.constexpr = scores.shape[1]
-    COUNT: gl.constexpr = keys // 8
-    LAYOUT: gl.constexpr = bias.type.layout
     parts = scores.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 4, 2))
     low, high = gl.split(parts)
     s0, s1 = gl.split(low)
     s2, s3 = gl.split(high)
+    return s0, s1, s2, s3
+
+
+@gluon.jit
+def softmax_block(scores, bias, total, peak, scale, OWN: gl.constexpr, OTHER: gl.constexpr):
+    """(words, b', l', the largest p, factor) of scores; see above."""
+    rows: gl.constexpr = scores.shape[0]
+    keys: gl.constexpr = scores.shape[1]
+    COUNT: gl.constexpr = keys // 8
+    LAYOUT: gl.constexpr = bias.type.layout
+    s0, s1, s2, s3 = score_words(scores)
     WORDS: gl.constexpr = s0.type.layout
     words, total, peak, bias, factor = gl.inline_asm_elementwise(
         softmax_text(_MINUS_EXPONENT, COUNT, _AHEAD, _BEHIND, OWN, OTHER), softmax_places(COUNT),

@@ -141,25 +141,27 @@ def test_maxima_are_zeroed_first_and_only_if_somebody_asked() -> None:
 
 @pytest.mark.L0
 def test_tiles_follow_the_lengths_and_the_knobs_tell_them() -> None:
-    # Short tiles under a right bound go to two consumers, and long ones of wide heads.
-    for width, keys, causal, rows in (
-        (128, 2048, True, 128),
-        (128, 2056, True, 128),
-        (128, 2056, False, 128),
-        (128, 2048, False, 192),
-        (64, 2048, True, 128),
-        (64, 2056, True, 192),
-        (64, 2048, False, 192),
+    # Short tiles under a right bound go to two consumers, and all of wide heads.
+    for width, keys, causal, rows, is_long in (
+        (128, 2048, True, 128, False),
+        (128, 2056, True, 128, True),
+        (128, 1032, False, 192, True),
+        (128, 1024, False, 192, False),
+        (64, 2048, True, 128, False),
+        (64, 2056, True, 192, False),
+        (64, 2056, False, 192, False),
     ):
-        dims = ((2, 4, keys, width),) * 3
-        (proposal,) = attention_fp8.propose(declare(dims=dims, use_causal_mask=causal), 132)
+        graph = declare(dims=((2, 4, keys, width),) * 3, use_causal_mask=causal)
+        (proposal,) = attention_fp8.propose(graph, 132)
         assert dict(proposal.knobs)[tw.knob_type.TILE_M] == rows, (width, keys, causal)
-    # Two consumers take turns, by two barriers more.
-    dims = ((2, 4, 256, 128),) * 3
-    attention_fp8.plan(declare(dims=dims), ((tw.knob_type.STAGES, 4),), 132)
-    short = declare(dims=dims, use_causal_mask=True)
-    with pytest.raises(tw.NotSupportedError, match="4 stages take more barriers than the 16"):
-        attention_fp8.plan(short, ((tw.knob_type.STAGES, 4),), 132)
+        constants = dict(attention_fp8.plan(graph, proposal.knobs, 132).kernels[-1].spec.constants)
+        assert constants["IS_LONG"] == is_long, (width, keys, causal)
+    # Consumers that take turns do so by a barrier each, which leaves fewer for stages.
+    for keys, causal, most in ((1032, False, 3), (256, False, 4), (256, True, 3)):
+        graph = declare(dims=((2, 4, keys, 128),) * 3, use_causal_mask=causal)
+        attention_fp8.plan(graph, ((tw.knob_type.STAGES, most),), 132)
+        with pytest.raises(tw.NotSupportedError, match="stages take more barriers than the 16"):
+            attention_fp8.plan(graph, ((tw.knob_type.STAGES, most + 1),), 132)
 
 
 @pytest.mark.L0

@@ -221,7 +221,7 @@ def check(tensors: Tensors, band: Any = NO_BAND, *, log2: bool = False) -> dict[
 
 
 # Consumers, and whether they are made for many blocks.
-TILES = [(2, False), (2, True), (3, False)]
+TILES = [(2, False), (2, True), (3, False), (3, True)]
 
 
 def force(monkeypatch: pytest.MonkeyPatch, warpgroups: int, is_long: bool) -> None:
@@ -234,11 +234,11 @@ def force(monkeypatch: pytest.MonkeyPatch, warpgroups: int, is_long: bool) -> No
     )
 
 
-@pytest.fixture(params=[False, True], ids=["chosen", "long"])
+@pytest.fixture(params=[0, 2, 3], ids=["chosen", "long", "three"])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as the lengths choose them, and those of long ones."""
+    """Tiles as the lengths choose them, and those of long ones, by two consumers and by three."""
     if request.param:
-        force(monkeypatch, 2, True)
+        force(monkeypatch, request.param, True)
 
 
 # Sizes, bands and types of O are kernels of their own, which take seconds to compile: the smoke run
@@ -426,10 +426,11 @@ def test_many_tiles_a_program_and_growing_maxima() -> None:
 
 @pytest.mark.L0
 @pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("warpgroups", [2, 3])
 def test_maxima_that_grow_by_little_and_by_much(
-    turned: bool, monkeypatch: pytest.MonkeyPatch
+    warpgroups: int, turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    force(monkeypatch, 2, True)
+    force(monkeypatch, warpgroups, True)
     # Where a score is 2^2.8 above the maximum of before, probabilities are made anew.
     tensors = draw(11, (4, 2), (192, 512))
     level = torch.arange(512, device="cuda") // 64
