@@ -68,7 +68,8 @@ class ForwardConfig:
     where products run beside exponentials. ``has_maps``: the copy engine brings keys and values.
     ``programs``: multiprocessors for the kernel whose warp groups load or compute; 0 is another.
     ``max_registers`` limits a thread's. ``is_direct``: keys and values of few queries go straight
-    into registers. ``is_joined``: so they do, and the programs of a key head join their sums.
+    into registers. ``is_joined``: so they do, and the programs of a key head join their sums;
+    ``is_paired``: those of a key head of two sequences do, each of ``splits`` runs.
     """
 
     block_m: int
@@ -84,6 +85,7 @@ class ForwardConfig:
     sharing: Sharing | None = None
     is_direct: bool = False
     is_joined: bool = False
+    is_paired: bool = False
 
     @property
     def is_specialized(self) -> bool:
@@ -114,10 +116,13 @@ class ForwardConfig:
             splits=knobs.get(knob_type.SPLIT_K, self.splits),
         )
         if made.is_direct:
-            as_joined = (made.block_n, made.warps, made.splits)
-            is_joined = made.is_joined and as_joined == (DIRECT_BLOCK, self.warps, self.splits)
+            is_joined = self.is_joined and (made.block_n, made.warps) == (DIRECT_BLOCK, self.warps)
+            is_paired = is_joined and self.is_paired and made.splits == self.splits
+            # Of one sequence, half as many runs are a cluster.
+            alone = self.splits // 2 if self.is_paired else self.splits
+            is_joined = is_paired or (is_joined and made.splits == alone)
             is_direct = is_joined or (made.block_n, made.warps) == (DIRECT_BLOCK, 1)
-            made = replace(made, is_direct=is_direct, is_joined=is_joined)
+            made = replace(made, is_direct=is_direct, is_joined=is_joined, is_paired=is_paired)
         is_tile = made.warps == GROUP_WARPS and made.block_m == 2 * GROUP_ROWS
         is_dealt = is_tile and self.programs > 0 and made.stages <= MAX_DEALT_STAGES
         if not made.has_maps or (is_dealt and (knob_type.ROW_BLOCK in knobs or not knobs)):

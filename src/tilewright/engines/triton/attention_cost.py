@@ -246,6 +246,8 @@ def ranked_configs(
             # Twice as many runs, and none, where lengths are more or less even than guessed.
             more = replace(decode, splits=2 * decode.splits, is_joined=False)
             more = replace(more, warps=1) if decode.is_direct else more
+            if decode.is_paired:
+                more = replace(decode, splits=decode.splits // 2, is_paired=False)
             ranked.append(more)
             ranked += [] if decode.is_direct else [replace(decode, splits=1)]
     elif whole_loop.is_specialized:

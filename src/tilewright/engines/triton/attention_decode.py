@@ -5,7 +5,8 @@ makes too few programs, keys are cut into runs (``attention_runs``), and as many
 device holds share the runs that there are; ``attention_combine`` joins the sums of a sequence. It
 is launched early: it starts, and works out where its sums are, while the last programs run.
 ``attention_decode_direct`` makes the sums of plain scores where keys are not very many, and
-``attention_decode_joined`` does all, where the runs of a key head can be a cluster's.
+``attention_decode_joined`` does all, where the runs of a key head can be a cluster's, and
+``attention_decode_paired`` where those of two sequences can, which have lengths of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tilewright.engines.triton.attention_arguments import (
 )
 from tilewright.engines.triton.attention_combine import attention_combine
 from tilewright.engines.triton.attention_config import ForwardConfig, Sharing, pieces, power_of_two
-from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS
+from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS, PAIRED_REGISTERS
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
@@ -349,15 +350,23 @@ def decode_plan(
 
 def _joined(given: KernelArguments, spec: AttentionSpec, config: ForwardConfig) -> PlannedKernel:
     """The one kernel whose programs join the sums of a key head."""
-    from tilewright.engines.triton.attention_decode_joined import attention_decode_joined
+    # Gluon's: not every version of Triton that the engine takes has what they need.
+    if config.is_paired:
+        from tilewright.engines.triton.attention_decode_paired import attention_decode_paired
 
+        kernel, clusters = attention_decode_paired, -(-spec.batch // 2)
+    else:
+        from tilewright.engines.triton.attention_decode_joined import attention_decode_joined
+
+        kernel, clusters = attention_decode_joined, spec.batch
     given.number("scale", spec.scale * LOG2_E.value)
     kept = max(2, power_of_two(spec.rows * spec.group))
     given.constant(RUNS=config.splits, KEPT=kept, WARPS=config.warps)
     programs = config.splits // config.warps
-    grid = (programs, spec.heads_kv, spec.batch)
-    made = given.planned(attention_decode_joined, grid, config.warps, config.stages)
-    limited = replace(made.spec, max_registers=config.max_registers)
+    grid = (programs, spec.heads_kv, clusters)
+    made = given.planned(kernel, grid, config.warps, config.stages)
+    registers = PAIRED_REGISTERS if config.is_paired else config.max_registers
+    limited = replace(made.spec, max_registers=registers)
     return replace(made, spec=limited, cluster=programs)
 
 

@@ -41,6 +41,10 @@ JOINED_PROGRAMS_A_MULTIPROCESSOR = 8
 JOINED_REGISTERS = {DIRECT_ROWS: 232, MAX_DIRECT_ROWS: 255}
 MIN_JOINED_RUNS, MAX_JOINED_RUNS = 4, 16
 JOINED_WARPS = 2
+# Of ``attention_decode_paired``. Clusters of 32 warps would lie on four multiprocessors: an H200
+# had room for 30 of 32, and calls began 3 microseconds later.
+PAIRED_REGISTERS = 255
+MIN_PAIRED_PROGRAMS, MAX_PAIRED_RUNS = 8, 16
 # Paged sequences are of any length: twice the runs, if they are not shorter than this.
 MIN_PAGED_RUN_BLOCKS = 8
 # Less to read is read sooner without a split, and more sooner by the copy engine.
@@ -187,7 +191,24 @@ def _direct_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     registers = JOINED_REGISTERS[_direct_rows(spec)]
     # ``sum_layout``: one warp has 16 queries. And a cluster is of four programs at least.
     warps = min(JOINED_WARPS, runs // 4) if _direct_rows(spec) == DIRECT_ROWS else 1
-    return replace(made, splits=runs, warps=warps, max_registers=registers, is_joined=True)
+    made = replace(made, splits=runs, warps=warps, max_registers=registers, is_joined=True)
+    if not _pairs(spec, runs, warps, sm_count):
+        return made
+    return replace(made, splits=2 * runs, is_paired=True)
+
+
+def _pairs(spec: AttentionSpec, runs: int, warps: int, sm_count: int) -> bool:
+    """True if two sequences had better share a cluster of ``2 * runs`` warps, runs half as long.
+
+    That is where lengths may differ: then one of the two is likely to leave warps to the other.
+    """
+    if spec.len_kv is None or spec.batch < 2 or _direct_rows(spec) != DIRECT_ROWS:
+        return False
+    if 2 * runs > MAX_PAIRED_RUNS or 2 * runs // warps < MIN_PAIRED_PROGRAMS:
+        return False
+    # An odd sequence takes as much room as two.
+    clusters = -(-spec.batch // 2) * spec.heads_kv
+    return clusters * 2 * runs <= JOINED_PROGRAMS_A_MULTIPROCESSOR * sm_count
 
 
 def _splits(spec: AttentionSpec, block_n: int, sm_count: int, programs: int) -> int:

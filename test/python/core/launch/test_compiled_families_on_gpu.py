@@ -234,6 +234,7 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (samples.attention_backward_ragged, (), ()),
     (samples.attention_decode, ("q", "k", "v", "o"), ()),
     (samples.attention_decode_in_registers, ("k", "v"), ()),
+    (samples.attention_decode_of_pairs_in_registers, ("q", "v"), ()),
     (samples.attention_decode_of_pages_in_registers, (), ()),
     (samples.attention_paged, ("k", "v"), ()),
     (samples.attention_ragged_on_hopper, (), ()),

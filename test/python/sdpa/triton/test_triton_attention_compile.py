@@ -92,7 +92,7 @@ def test_one_warp_exchanges_nothing_through_shared_memory(
 
 
 JOINED = DIRECT.replace(
-    "for rows, page", "attention_decode_config._joined_runs = lambda *_: 8\nfor rows, page"
+    "for rows, page", "attention_decode_config._joined_runs = lambda *_: 16\nfor rows, page"
 )
 
 
@@ -107,6 +107,22 @@ def test_warps_of_a_program_exchange_nothing_but_what_they_send(
     found = compiled_facts(JOINED)
     assert [facts["kernel"] for facts in found] == ["attention_decode_joined"] * 2
     assert [facts["threads"] for facts in found] == [64, 32]
+    assert all(facts["shared_bytes"] == 0 for facts in found)
+
+
+PAIRED = JOINED.replace("lambda *_: 16", "lambda *_: 8").replace("(4, 24, 64)", "(2, 24, 64)")
+
+
+@pytest.mark.skipif(
+    not installed_version("triton").startswith(("3.6.", "3.7.")),
+    reason="this version of Triton has another Gluon than the kernel is written in",
+)
+def test_nor_do_those_of_two_sequences(
+    compiled_facts: Callable[..., list[dict[str, Any]]],
+) -> None:
+    found = compiled_facts(PAIRED)
+    assert [facts["kernel"] for facts in found] == ["attention_decode_paired"] * 2
+    assert [facts["threads"] for facts in found] == [64, 64]
     assert all(facts["shared_bytes"] == 0 for facts in found)
 
 

@@ -1,6 +1,7 @@
 """Decoding whose programs join their sums in a cluster, on a GPU, held to the oracle.
 
-A case is one compiled kernel at several lengths; together they hold every pair of what the kernel
+Clusters have the runs of one sequence, or of two where these have lengths. A case is one
+compiled kernel at several lengths; together they hold every pair of what the kernel
 takes: types, heads, head sizes, layouts, lengths, pages, sinks and statistics.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from attention_cases.case import all_pairs, at_extents
 from attention_cases.running import Declared
 
 import tilewright as tw
-from tilewright.engines.triton import attention_decode_config
+from tilewright.engines.triton import attention, attention_decode_config
 from tilewright.graph.enums import knob_type
 from tilewright.launch.cuda_driver import check, driver
 
@@ -47,57 +48,75 @@ CASES = all_pairs(seed=30, levels=LEVELS)
 KEYS = (300, 513, 1024)
 
 
-# Runs of a cluster, and warps of a program.
-SHAPES = ((16, 2), (8, 2), (16, 1), (4, 1), (16, 4), (8, 1))
+@dataclass(frozen=True)
+class Shape:
+    """So many runs of a sequence, in programs of so many warps, whether it pays or not."""
+
+    runs: int
+    warps: int
+    is_paired: bool = False
+
+    def force(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = attention_decode_config
+        alone = self.runs // 2 if self.is_paired else self.runs
+        monkeypatch.setattr(config, "pays_in_registers", lambda *_: True)
+        monkeypatch.setattr(config, "_joined_runs", lambda *_: alone)
+        monkeypatch.setattr(config, "JOINED_WARPS", self.warps)
 
 
-@pytest.fixture(params=SHAPES, ids=str)
-def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So many runs a cluster, whether it pays or not."""
-    join(*request.param, monkeypatch)
-    count: int = request.param[0]
-    return count
+SHAPES = (Shape(16, 2), Shape(8, 2), Shape(16, 1), Shape(4, 1), Shape(16, 4), Shape(8, 1))
+PAIRED = (Shape(16, 2, is_paired=True), Shape(8, 1, is_paired=True))
 
 
-def join(count: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_decode_config, "pays_in_registers", lambda *_: True)
-    monkeypatch.setattr(attention_decode_config, "_joined_runs", lambda *_: count)
-    monkeypatch.setattr(attention_decode_config, "JOINED_WARPS", warps)
+@pytest.fixture(params=(*SHAPES, *PAIRED), ids=str)
+def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Shape:
+    made: Shape = request.param
+    made.force(monkeypatch)
+    return made
 
 
-def build(graph: Any, count: int) -> None:
-    """Select the plan of so many runs, wherever it is ranked, and build it."""
+def build(graph: Any, shape: Shape) -> None:
+    """Select the plan of the shape, wherever it is ranked, and build it."""
     graph.deselect_engines(["hopper"])
     knobs = [dict(plan.knobs) if plan.engine_name == "triton" else {} for plan in graph.plans]
-    graph.select_plan([x.get(knob_type.SPLIT_K) for x in knobs].index(count))
+    graph.select_plan([x.get(knob_type.SPLIT_K) for x in knobs].index(shape.runs))
     graph.build()
     assert graph.get_workspace_size() == 0, "what is joined in a cluster needs none"
+    (kernel,) = attention.plan(graph, graph._active_plan().plan.knobs, 132).kernels
+    assert kernel.spec.name == f"attention_decode_{'paired' if shape.is_paired else 'joined'}"
 
 
 @pytest.mark.L1
+@pytest.mark.parametrize("is_paired", [False, True], ids=["alone", "paired"])
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_every_pair_of_features(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    count, warps = SHAPES[number % len(SHAPES)]
-    join(count, warps, monkeypatch)
-    rows = (1, 4, 2)[number // len(SHAPES) % 3]
+def test_every_pair_of_features(
+    number: int, is_paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = PAIRED if is_paired else SHAPES
+    shape = shapes[number % len(shapes)]
+    shape.force(monkeypatch)
+    rows = (1, 4, 2)[number // len(shapes) % 3]
 
     def execute(graph: Any, pack: dict[Any, torch.Tensor]) -> None:
-        build(graph, count)
+        build(graph, shape)
         graph.execute(pack, None)
 
     plain = CASES[number]
-    if plain.band != "open":
+    if plain.band != "open" or (is_paired and plain.lengths == "none"):
         # What is hidden is hidden by lengths.
         plain = replace(plain, band="open", lengths="lengths")
+    if is_paired and rows * plain.heads[0] // plain.heads[1] > attention_decode_config.DIRECT_ROWS:
+        rows = 2
     for case in at_extents(plain, tuple((rows, keys) for keys in KEYS), seed=number):
-        Declared(replace(case, batch=2), "cuda", start="promised").run(execute)
+        batch = 2 + case.keys % 2 if is_paired else 2
+        Declared(replace(case, batch=batch), "cuda", start="promised").run(execute)
 
 
 class Call:
     """A declared call of 3 sequences whose operands hold NaN behind their lengths."""
 
-    def __init__(self, lengths: list[int], runs: int) -> None:
-        generator = torch.Generator("cuda").manual_seed(runs)
+    def __init__(self, lengths: list[int], shape: Shape) -> None:
+        generator = torch.Generator("cuda").manual_seed(shape.runs)
         self.graph = graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
         q = torch.randn(3, 8, 1, 128, generator=generator, device="cuda").bfloat16()
         k, v = (
@@ -124,7 +143,7 @@ class Call:
         )
         # Promised, so that no plan for other addresses needs a workspace.
         self.o.set_output(True).alignment_value = 16
-        build(graph, runs)
+        build(graph, shape)
         self.pack = {declared[name]: x for name, x in buffers.items()}
         self.out = torch.full_like(q, torch.nan)
         self.pack[self.o] = self.out
@@ -136,18 +155,22 @@ class Call:
 
 
 @pytest.mark.L0
-def test_a_call_repeats_and_does_not_depend_on_its_neighbours(runs: int) -> None:
-    call = Call([1000, 0, 17], runs)
+def test_a_call_repeats_and_does_not_depend_on_its_neighbours(shape: Shape) -> None:
+    call = Call([1000, 0, 17], shape)
     first = call.run()
     assert not first.isnan().any() and not first[1].any()
     assert all(torch.equal(first, call.run()) for _ in range(5))
-    among = Call([1000, 1024, 1024], runs).run()
+    among = Call([1000, 1024, 1024], shape).run()
     assert torch.equal(first[0], among[0])
+    # Nor on the sequence that it shares a cluster with, the first or the second of the two.
+    last = Call([0, 1, 1000], shape)
+    among = Call([1024, 1024, 1000], shape).run()
+    assert torch.equal(last.run()[2], among[2])
 
 
 @pytest.mark.L0
-def test_it_is_captured_and_becomes_a_node(runs: int) -> None:
-    call = Call([1000, 333, 17], runs)
+def test_it_is_captured_and_becomes_a_node(shape: Shape) -> None:
+    call = Call([1000, 333, 17], shape)
     want = call.run()
     recorded = torch.cuda.CUDAGraph()
     with torch.cuda.graph(recorded):

@@ -125,25 +125,32 @@ def test_packed(number: int, record_property: Any) -> None:
     run(cases, Run(attention, ("attention_forward_packed",)), record_property)
 
 
-@pytest.mark.parametrize("is_joined", [False, True], ids=["combined", "joined"])
+@pytest.mark.parametrize("way", ["direct", "joined", "paired"])
 @pytest.mark.parametrize("number", range(len(FEW)))
 def test_few_queries(
-    number: int, is_joined: bool, record_property: Any, monkeypatch: pytest.MonkeyPatch
+    number: int, way: str, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So little would not be worth it, nor fill the device.
-    runs = 8 if number % 2 else 16
+    runs = alone = 8 if number % 2 else 16
+    is_joined, is_paired = way != "direct", way == "paired"
+    rows, least = (1, 2, 4)[number % 3], 1
+    if is_paired:
+        # Two sequences at least, of 8 rows at most; a warp has a run of each.
+        heads, heads_kv = FEW[number].heads
+        rows, least = min(rows, attention_decode_config.DIRECT_ROWS * heads_kv // heads), 2
+        alone = runs // 2
     monkeypatch.setattr(attention_decode_config, "pays_in_registers", lambda *_: True)
     monkeypatch.setattr(
-        attention_decode_config, "_joined_runs", lambda *_: runs if is_joined else 1
+        attention_decode_config, "_joined_runs", lambda *_: alone if is_joined else 1
     )
-    rows = (1, 2, 4)[number % 3]
     drawn = (
-        replace(FEW[number], rows=rows, keys=keys, batch=1 + index % 3, seed=1000 * number + index)
+        replace(
+            FEW[number], rows=rows, keys=keys, batch=least + index % 3, seed=1000 * number + index
+        )
         for index, keys in enumerate(JOINED_KEYS if is_joined else FEW_KEYS)
     )
     cases = (Declared(c, "cuda", start="promised") for c in drawn)
-    name = "attention_decode_joined" if is_joined else "attention_decode_direct"
-    run(cases, Run(attention, (name,), runs if is_joined else 0), record_property)
+    run(cases, Run(attention, (f"attention_decode_{way}",), runs * is_joined), record_property)
 
 
 @pytest.mark.parametrize("number", range(len(BACKWARD)))

@@ -244,6 +244,25 @@ def attention_decode_in_registers(d: Declaring) -> None:
     d.out("stats", stats, (8, 16, 1, 1), "float32")
 
 
+def attention_decode_of_pairs_in_registers(d: Declaring) -> None:
+    # Clusters of two sequences each.
+    d.barred = ("hopper",)
+    operands = [d(name, (16, 8, 1024, 128)) for name in ("k", "v")]
+    lengths = [1024, 0, 1, 300, 15, 16, 17, 1023, 1024, 63, 64, 65, 0, 512, 1024, 0]
+    given = torch.tensor(lengths, dtype=torch.int32).view(16, 1, 1, 1)
+    o, stats = d.graph.sdpa(
+        d("q", (16, 16, 1, 128)),
+        *operands,
+        generate_stats=True,
+        attn_scale=0.125,
+        use_padding_mask=True,
+        seq_len_q=d.given("seq_len_q", torch.ones(16, 1, 1, 1, dtype=torch.int32)),
+        seq_len_kv=d.given("seq_len_kv", given),
+    )
+    d.out("o", o, (16, 16, 1, 128))
+    d.out("stats", stats, (16, 16, 1, 1), "float32")
+
+
 def attention_decode_of_pages_in_registers(d: Declaring) -> None:
     # No clusters of 10 sequences, and more runs than there is room for at once: programs take
     # several that follow one another.
