@@ -114,8 +114,9 @@ def start_gradients(
 
 
 @gluon.jit
-def consume(memory, problem, config, d_k, d_v, CONSUMER: gl.constexpr):
+def consume(given, CONSUMER: gl.constexpr):
     """A consumer: 64 keys against every tile of rows."""
+    memory, problem, config = given.memory, given.problem, given.config
     D: gl.constexpr = config.DEPTH
     ROWS: gl.constexpr = config.ROWS
     STAGES: gl.constexpr = config.STAGES
@@ -168,8 +169,8 @@ def consume(memory, problem, config, d_k, d_v, CONSUMER: gl.constexpr):
     )  # fmt: skip
     acc_k, d_s_operand = warpgroup_mma_wait(0, deps=(k_token, d_s_operand))
     barrier_arrive(RELEASE_Q + step % STAGES, EVERYBODY)
-    store_gradient(acc_k * problem.scale, d_k, first_own, problem, config.WIDTH, dtype)
-    store_gradient(acc_v, d_v, first_own, problem, config.WIDTH_V, dtype)
+    store_gradient(acc_k * problem.scale, given.d_k, first_own, problem, config.WIDTH, dtype)
+    store_gradient(acc_v, given.d_v, first_own, problem, config.WIDTH_V, dtype)
 
 
 @gluon.jit

@@ -28,7 +28,9 @@ from tilewright.engines.hopper.attention_backward_records import (
     LINE,
     PIECE,
     Config,
+    Given,
     Memory,
+    RowMaps,
     Starts,
 )
 from tilewright.engines.hopper.attention_backward_sums import carry, consume_with_sums
@@ -36,97 +38,33 @@ from tilewright.engines.hopper.barriers import partition_barrier
 
 
 @gluon.jit
-def consume_0(
-    q_map,
-    d_o_map,
-    sums,
-    lse_parts,
-    delta_parts,
-    memory,
-    problem,
-    config,
-    d_k,
-    d_v,
-    d_k_map,
-    d_v_map,
-    held_shares,
-    arrivals,
-):
-    if works(problem, config):
-        if config.MAKES_D_Q:
-            consume_with_sums(
-                memory, problem, config, d_k, d_v, d_k_map, d_v_map, held_shares, arrivals, 0
-            )
+def consume_0(given):
+    if works(given.problem, given.config):
+        if given.config.MAKES_D_Q:
+            consume_with_sums(given, 0)
         else:
-            consume(memory, problem, config, d_k, d_v, 0)
+            consume(given, 0)
 
 
 @gluon.jit
-def consume_1(
-    q_map,
-    d_o_map,
-    sums,
-    lse_parts,
-    delta_parts,
-    memory,
-    problem,
-    config,
-    d_k,
-    d_v,
-    d_k_map,
-    d_v_map,
-    held_shares,
-    arrivals,
-):
-    if works(problem, config):
-        if config.MAKES_D_Q:
-            consume_with_sums(
-                memory, problem, config, d_k, d_v, d_k_map, d_v_map, held_shares, arrivals, 1
-            )
+def consume_1(given):
+    if works(given.problem, given.config):
+        if given.config.MAKES_D_Q:
+            consume_with_sums(given, 1)
         else:
-            consume(memory, problem, config, d_k, d_v, 1)
+            consume(given, 1)
 
 
 @gluon.jit
-def produce_for(
-    q_map,
-    d_o_map,
-    sums,
-    lse_parts,
-    delta_parts,
-    memory,
-    problem,
-    config,
-    d_k,
-    d_v,
-    d_k_map,
-    d_v_map,
-    held_shares,
-    arrivals,
-):
-    if works(problem, config):
-        produce(q_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
+def produce_for(given):
+    if works(given.problem, given.config):
+        produce(given)
 
 
 @gluon.jit
-def carry_for(
-    q_map,
-    d_o_map,
-    sums,
-    lse_parts,
-    delta_parts,
-    memory,
-    problem,
-    config,
-    d_k,
-    d_v,
-    d_k_map,
-    d_v_map,
-    held_shares,
-    arrivals,
-):
-    if works(problem, config):
-        carry(sums, memory, problem, config)
+def carry_for(given):
+    if works(given.problem, given.config):
+        carry(given)
 
 
 @gluon.jit
@@ -201,10 +139,11 @@ def attention_backward(
         mbarrier.init(memory.d_o_full.index(i), count=1)
     fence_async_shared()
     partition_barrier()
+    rows_maps = RowMaps(q_map, d_o_map, lse_parts, delta_parts)
     if works(problem, config):
-        begin_copies(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, problem, config)
-    arguments = (
-        q_map, d_o_map, sums, lse_parts, delta_parts, memory, problem, config,
+        begin_copies(k_map, v_map, rows_maps, memory, problem, config)
+    given = Given(
+        rows_maps, sums, memory, problem, config,
         gradient_of(d_k, d_k_starts, d_k_batch, d_k_head, d_k_row, problem, config),
         gradient_of(d_v, d_v_starts, d_v_batch, d_v_head, d_v_row, problem, config),
         d_k_map, d_v_map, held_shares, arrivals,
@@ -212,17 +151,17 @@ def attention_backward(
     if MAKES_D_Q:
         gl.warp_specialize(
             [
-                (consume_0, arguments),
-                (consume_1, arguments),
-                (produce_for, arguments),
-                (carry_for, arguments),
+                (consume_0, (given,)),
+                (consume_1, (given,)),
+                (produce_for, (given,)),
+                (carry_for, (given,)),
             ],
             [4, 1, 1],
             [240, 24, 24],
         )
     else:
         gl.warp_specialize(
-            [(consume_0, arguments), (consume_1, arguments), (produce_for, arguments)],
+            [(consume_0, (given,)), (consume_1, (given,)), (produce_for, (given,))],
             [4, 1],
             [240, 24],
         )

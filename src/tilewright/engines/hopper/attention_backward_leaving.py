@@ -10,14 +10,12 @@ from tilewright.engines.hopper.barriers import barrier_wait
 
 
 @gluon.jit
-def leave(
-    sum_k, sum_v, d_k, d_v, d_k_map, d_v_map, first_own, memory, problem, config,
-    dtype: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
+def leave(sum_k, sum_v, first_own, given, dtype: gl.constexpr, CONSUMER: gl.constexpr):
     """A consumer's dK and dV, by the copy engine through where its keys were, or row by row.
 
     The copies end with the tensor's last key.
     """
+    memory, problem, config = given.memory, given.problem, given.config
     if config.COPIES_OUT:
         values, keys = memory.v.index(CONSUMER), memory.k.index(CONSUMER)
         values.store(sum_v.to(dtype))
@@ -26,9 +24,9 @@ def leave(
         keys.store((sum_k * problem.scale).to(dtype))
         fence_async_shared()
         at = [problem.batch_kv, problem.head_kv, first_own, 0]
-        tma.async_copy_shared_to_global(d_v_map, at, values)
-        tma.async_copy_shared_to_global(d_k_map, at, keys)
+        tma.async_copy_shared_to_global(given.d_v_map, at, values)
+        tma.async_copy_shared_to_global(given.d_k_map, at, keys)
         tma.store_wait(0)
     else:
-        store_gradient(sum_k * problem.scale, d_k, first_own, problem, config.WIDTH, dtype)
-        store_gradient(sum_v, d_v, first_own, problem, config.WIDTH_V, dtype)
+        store_gradient(sum_k * problem.scale, given.d_k, first_own, problem, config.WIDTH, dtype)
+        store_gradient(sum_v, given.d_v, first_own, problem, config.WIDTH_V, dtype)

@@ -29,27 +29,27 @@ def copy_keys(tensor_map, rows_before, is_full, tiles, problem):
 
 
 @gluon.jit
-def copy_q(q_map, lse_parts, head, first, stage, memory, problem, config):
+def copy_q(maps, head, first, stage, memory, problem, config):
     """Have a tile of Q copied, with its parts of Stats if it has any."""
     COLUMNS: gl.constexpr = config.DEPTH + (PARTS if config.MAKES_D_Q else 0)
     is_full = memory.q_full.index(stage)
     mbarrier.expect(is_full, config.ROWS * COLUMNS * 2)
     tma.async_copy_global_to_shared(
-        q_map, [problem.batch_q, head, problem.q_row + first, 0], is_full, memory.q.index(stage)
+        maps.q, [problem.batch_q, head, problem.q_row + first, 0], is_full, memory.q.index(stage)
     )
     if config.MAKES_D_Q:
         line = (problem.batch * problem.heads_kv * problem.group + head) * problem.padded_rows
         tma.async_copy_global_to_shared(
-            lse_parts, [line + first, 0], is_full, memory.lse.index(stage)
+            maps.lse_parts, [line + first, 0], is_full, memory.lse.index(stage)
         )
 
 
 @gluon.jit
-def copy_d_o(d_o_map, delta_parts, head, first, stage, memory, problem, config):
+def copy_d_o(maps, head, first, stage, memory, problem, config):
     """Have a tile of dO copied, with its parts of Delta if it has any; its bytes are expected."""
     is_full = memory.d_o_full.index(stage)
     tma.async_copy_global_to_shared(
-        d_o_map,
+        maps.d_o,
         [problem.batch_q, head, problem.d_o_row + first, 0],
         is_full,
         memory.d_o.index(stage),
@@ -57,12 +57,12 @@ def copy_d_o(d_o_map, delta_parts, head, first, stage, memory, problem, config):
     if config.MAKES_D_Q:
         line = (problem.batch * problem.heads_kv * problem.group + head) * problem.padded_rows
         tma.async_copy_global_to_shared(
-            delta_parts, [line + first, 0], is_full, memory.delta.index(stage)
+            maps.delta_parts, [line + first, 0], is_full, memory.delta.index(stage)
         )
 
 
 @gluon.jit
-def begin_copies(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, problem, config):
+def begin_copies(k_map, v_map, maps, memory, problem, config):
     """K and the first tile of Q, then V and dO: the first scores wait for two of them alone."""
     COLUMNS_O: gl.constexpr = config.DEPTH_V + (PARTS if config.MAKES_D_Q else 0)
     low, high = row_tiles(problem, config)
@@ -73,16 +73,17 @@ def begin_copies(q_map, k_map, v_map, d_o_map, lse_parts, delta_parts, memory, p
     keys_full = memory.keys_full.index(0)
     mbarrier.expect(keys_full, 2 * KEYS * config.DEPTH * 2)
     copy_keys(k_map, problem.k_row, keys_full, memory.k, problem)
-    copy_q(q_map, lse_parts, head, first, 0, memory, problem, config)
+    copy_q(maps, head, first, 0, memory, problem, config)
     d_o_full = memory.d_o_full.index(0)
     mbarrier.expect(d_o_full, (config.ROWS * COLUMNS_O + 2 * KEYS * config.DEPTH_V) * 2)
     copy_keys(v_map, problem.v_row, d_o_full, memory.v, problem)
-    copy_d_o(d_o_map, delta_parts, head, first, 0, memory, problem, config)
+    copy_d_o(maps, head, first, 0, memory, problem, config)
 
 
 @gluon.jit
-def produce(q_map, d_o_map, lse_parts, delta_parts, memory, problem, config):
+def produce(given):
     """Rings of Q and dO with statistics, a tile at a time; the first one's copies are begun."""
+    maps, memory, problem, config = given.rows, given.memory, given.problem, given.config
     ROWS: gl.constexpr = config.ROWS
     COLUMNS_O: gl.constexpr = config.DEPTH_V + (PARTS if config.MAKES_D_Q else 0)
     low, high = row_tiles(problem, config)
@@ -105,7 +106,7 @@ def produce(q_map, d_o_map, lse_parts, delta_parts, memory, problem, config):
             if step >= config.STAGES:
                 barrier_wait(RELEASE_Q + stage, EVERYBODY)
             if step > 0:
-                copy_q(q_map, lse_parts, head, first, stage, memory, problem, config)
+                copy_q(maps, head, first, stage, memory, problem, config)
             if not config.MAKES_D_Q:
                 memory.lse.index(stage).store(lse)
                 # The sums of dP start from it.
@@ -116,7 +117,7 @@ def produce(q_map, d_o_map, lse_parts, delta_parts, memory, problem, config):
                 barrier_wait(RELEASE_O + stage, EVERYBODY)
             if step > 0:
                 mbarrier.expect(memory.d_o_full.index(stage), ROWS * COLUMNS_O * 2)
-                copy_d_o(d_o_map, delta_parts, head, first, stage, memory, problem, config)
+                copy_d_o(maps, head, first, stage, memory, problem, config)
             step += 1
     # Meet the releases that no copy waited for, so that no barrier is left half joined.
     for left_over in range(max(step - config.STAGES, 0), step):

@@ -6,7 +6,9 @@ here: the compiler reads the types.)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.language.core import _aggregate as aggregate
+from triton.language.core import base_value
 
 from tilewright.engines.hopper.barriers import FIRST_FREE
 
@@ -265,3 +267,70 @@ class Memory:
         self.q_full = q_full
         self.d_o_full = d_o_full
         self.keys_full = keys_full
+
+
+@aggregate
+class RowMaps:
+    """Tensor maps of what comes a tile of rows at a time.
+
+    The parts of row statistics are maps where dQ is made too, and else nothing.
+    """
+
+    q: tensor_descriptor
+    d_o: tensor_descriptor
+    lse_parts: base_value
+    delta_parts: base_value
+
+    @gluon.constexpr_function
+    def __init__(self, q, d_o, lse_parts, delta_parts):
+        self.q = q
+        self.d_o = d_o
+        self.lse_parts = lse_parts
+        self.delta_parts = delta_parts
+
+
+@aggregate
+class Given:
+    """What all warps of a program are given: its part, where that comes from and where it goes.
+
+    ``sums`` is a tensor map where dQ is made too, and else nothing.
+    """
+
+    rows: RowMaps
+    sums: base_value
+    memory: Memory
+    problem: Problem
+    config: Config
+    d_k: Gradient
+    d_v: Gradient
+    d_k_map: tensor_descriptor
+    d_v_map: tensor_descriptor
+    held_shares: gl.tensor
+    arrivals: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        rows,
+        sums,
+        memory,
+        problem,
+        config,
+        d_k,
+        d_v,
+        d_k_map,
+        d_v_map,
+        held_shares,
+        arrivals,
+    ):
+        self.rows = rows
+        self.sums = sums
+        self.memory = memory
+        self.problem = problem
+        self.config = config
+        self.d_k = d_k
+        self.d_v = d_v
+        self.d_k_map = d_k_map
+        self.d_v_map = d_v_map
+        self.held_shares = held_shares
+        self.arrivals = arrivals

@@ -34,20 +34,18 @@ def added_up(held, sums, problem, step: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def add_share(
-    sum_k, sum_v, d_k, d_v, first_own, held, arrivals, problem, config, dtype: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):  # fmt: skip
+def add_share(sum_k, sum_v, first_own, given, dtype: gl.constexpr, CONSUMER: gl.constexpr):
     """Put this program's sums by; the last one stores the gradients."""
+    problem, config, held = given.problem, given.config, given.held_shares
     step: gl.constexpr = config.DEPTH + config.DEPTH_V
     held_v = held + KEYS * config.DEPTH
     own = problem.first_share + problem.share
     gl.store(places_of(held, sum_k, own, step, CONSUMER), sum_k)
     gl.store(places_of(held_v, sum_v, own, step, CONSUMER), sum_v)
     partition_barrier()
-    arrived = gl.atomic_add(arrivals + problem.first_share * 2 + CONSUMER, 1, sem="acq_rel")
+    arrived = gl.atomic_add(given.arrivals + problem.first_share * 2 + CONSUMER, 1, sem="acq_rel")
     if arrived == problem.shares - 1:
         total = added_up(held, sum_k, problem, step, CONSUMER)
-        store_gradient(total * problem.scale, d_k, first_own, problem, config.WIDTH, dtype)
+        store_gradient(total * problem.scale, given.d_k, first_own, problem, config.WIDTH, dtype)
         total = added_up(held_v, sum_v, problem, step, CONSUMER)
-        store_gradient(total, d_v, first_own, problem, config.WIDTH_V, dtype)
+        store_gradient(total, given.d_v, first_own, problem, config.WIDTH_V, dtype)

@@ -219,11 +219,9 @@ def step_with_sums(
 
 
 @gluon.jit
-def consume_with_sums(
-    memory, problem, config, d_k, d_v, d_k_map, d_v_map, held_shares, arrivals,
-    CONSUMER: gl.constexpr,
-):  # fmt: skip
+def consume_with_sums(given, CONSUMER: gl.constexpr):
     """A consumer that makes its share of dQ too: 64 keys against every tile of rows."""
+    memory, problem, config = given.memory, given.problem, given.config
     D: gl.constexpr = config.DEPTH
     ROWS: gl.constexpr = config.ROWS
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -271,25 +269,17 @@ def consume_with_sums(
     )  # fmt: skip
     if config.SHARES:
         if problem.shares > 1:
-            add_share(
-                acc_k, acc_v, d_k, d_v, first_own, held_shares, arrivals, problem, config, dtype,
-                CONSUMER,
-            )  # fmt: skip
+            add_share(acc_k, acc_v, first_own, given, dtype, CONSUMER)
         else:
-            leave(
-                acc_k, acc_v, d_k, d_v, d_k_map, d_v_map, first_own, memory, problem, config,
-                dtype, CONSUMER,
-            )  # fmt: skip
+            leave(acc_k, acc_v, first_own, given, dtype, CONSUMER)
     else:
-        leave(
-            acc_k, acc_v, d_k, d_v, d_k_map, d_v_map, first_own, memory, problem, config, dtype,
-            CONSUMER,
-        )  # fmt: skip
+        leave(acc_k, acc_v, first_own, given, dtype, CONSUMER)
 
 
 @gluon.jit
-def carry(sums, memory, problem, config):
+def carry(given):
     """The carrier: one warp that fences what consumers store and has pieces added to the sums."""
+    memory, problem, config = given.memory, given.problem, given.config
     # Lines of the sums a row, and a piece.
     UNIT: gl.constexpr = config.DEPTH // LINE
     LINES: gl.constexpr = PIECE * config.COLUMNS // LINE
@@ -309,5 +299,5 @@ def carry(sums, memory, problem, config):
                 barrier_wait(PIECE_STORED + w, WITH_CARRIER)
                 fence_async_shared()
                 box = at + turned(tile, low, high, config) * (config.ROWS * UNIT) + w * LINES
-                reduce_tile(sums, [box, 0], memory.pieces.index(w))
+                reduce_tile(given.sums, [box, 0], memory.pieces.index(w))
     tma.store_wait(0)
