@@ -8,21 +8,31 @@ share of the dimensions, which all warps send it (``cluster_exchange``). There i
 and nothing goes through the workspace. A run is as long as the declaration says, so that no result
 depends on the sequences beside it. With few programs of several warps a call begins sooner than
 with as many as there are runs.
+
+Where lengths are short, a block more is asked for in the second-level cache
+(``attention_decode_ahead``), if the rows of a block follow one another.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewright.engines.triton.attention_decode_ahead import are_short, ask, follow
 from tilewright.engines.triton.attention_decode_join import send_sums, store_joined
 from tilewright.engines.triton.attention_decode_side import (
     N,
+    add_values,
+    keys_of,
     length_of,
     load,
+    no_sums,
     page_of,
     queries_of,
+    scores_of,
     sides_of,
-    sum_keys_early,
+    there,
+    values_of,
     warp_number,
+    weigh,
 )
 from tilewright.engines.triton.cluster_exchange import (
     FLAG_BYTES,
@@ -31,6 +41,51 @@ from tilewright.engines.triton.cluster_exchange import (
     expect_bytes,
     reserved,
 )
+
+
+@gluon.jit
+def sum_run(
+    query, k_side, v_side, next_k, next_v, k_page, v_page, start, end, is_ahead, scale,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Sums of keys [start, end); the next block is asked for as soon as this one is there.
+
+    ``is_ahead``: and the one behind it in the second-level cache.
+
+    The assembler waits for all that was asked for where the loop begins again, so it is asked for
+    early: values not after the product with those before them.
+    """
+    dtype: gl.constexpr = query.dtype
+    acc, total, top = no_sums(DV, BLOCK_M, ROWS, WARPS)
+    if AHEAD:
+        k_page_2 = page_of(k_side, start + 2 * N, end)
+        v_page_2 = page_of(v_side, start + 2 * N, end)
+        if is_ahead:
+            ask(k_side, start + N, end, k_page, WARPS)
+            ask(v_side, start + N, end, v_page, WARPS)
+    for key in range(start, end, N):
+        key = gl.to_tensor(key)
+        keys = there(keys_of(next_k, dtype, D, WARPS))
+        values = there(values_of(next_v, dtype, DV, WARPS))
+        next_k, next_v = load(k_side, key + N, end, k_page), load(v_side, key + N, end, v_page)
+        if AHEAD:
+            k_page, v_page = k_page_2, v_page_2
+            k_page_2 = page_of(k_side, key + 3 * N, end)
+            v_page_2 = page_of(v_side, key + 3 * N, end)
+            if is_ahead:
+                ask(k_side, key + 2 * N, end, k_page, WARPS)
+                ask(v_side, key + 2 * N, end, v_page, WARPS)
+        else:
+            k_page, v_page = page_of(k_side, key + 2 * N, end), page_of(v_side, key + 2 * N, end)
+        gl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(0)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        score = scores_of(query, keys, BLOCK_M, WARPS)
+        weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
+        acc = add_values(acc, values, weights, fade, ROWS, WARPS)
+    return acc, total, top
 
 
 @gluon.jit
@@ -84,15 +139,21 @@ def attention_decode_joined(
     next_v = load(v_side, first, end, v_page)
     k_page = page_of(k_side, first + N, end)
     v_page = page_of(v_side, first + N, end)
+    has_ahead: gl.constexpr = len_kv is not None and k_side.PAGE % N == 0 and v_side.PAGE % N == 0
+    is_ahead = False
+    if has_ahead:
+        is_ahead = are_short(
+            len_kv, gl.num_programs(2), len_kv_step, keys, LEN_KV_IS_SUM, WARPS
+        ) & (follow(k_side) & follow(v_side))  # fmt: skip
 
     width: gl.constexpr = DV * WARPS // RUNS
     tops_at: gl.constexpr = RUNS * width * KEPT * 4
     flag_at: gl.constexpr = tops_at + RUNS * KEPT * 8
     buffer = reserved(flag_at + FLAG_BYTES)
     expect_bytes(buffer + flag_at, flag_at)
-    acc, total, top = sum_keys_early(
-        query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, scale,
-        D, DV, BLOCK_M, ROWS, WARPS,
+    acc, total, top = sum_run(
+        query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, is_ahead, scale,
+        D, DV, BLOCK_M, ROWS, WARPS, has_ahead,
     )  # fmt: skip
     all_have_begun()
     send_sums(

@@ -58,9 +58,9 @@ def sum_run(
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of keys [start, end), as ``sum_keys_early``, and what comes next.
+    """Sums of keys [start, end), as those of ``attention_decode_joined``, and what comes next:
 
-    That are blocks and pages of keys [behind, behind_end) of other sides.
+    blocks and pages of keys [behind, behind_end) of other sides.
     """
     dtype: gl.constexpr = query.dtype
     acc, total, top = no_sums(DV, BLOCK_M, ROWS, WARPS)

@@ -343,32 +343,3 @@ def there(block):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [block], dtype=block.dtype, is_pure=False, pack=2
     )
-
-
-@gluon.jit
-def sum_keys_early(
-    query, k_side, v_side, next_k, next_v, k_page, v_page, start, end, scale,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Sums of keys [start, end); the next block is asked for as soon as this one is there.
-
-    The assembler waits for all that was asked for where the loop begins again, so it is asked for
-    early: values not after the product with those before them.
-    """
-    dtype: gl.constexpr = query.dtype
-    acc, total, top = no_sums(DV, BLOCK_M, ROWS, WARPS)
-    for key in range(start, end, N):
-        key = gl.to_tensor(key)
-        keys = there(keys_of(next_k, dtype, D, WARPS))
-        values = there(values_of(next_v, dtype, DV, WARPS))
-        next_k, next_v = load(k_side, key + N, end, k_page), load(v_side, key + N, end, v_page)
-        k_page, v_page = page_of(k_side, key + 2 * N, end), page_of(v_side, key + 2 * N, end)
-        gl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(0)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        score = scores_of(query, keys, BLOCK_M, WARPS)
-        weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
-        acc = add_values(acc, values, weights, fade, ROWS, WARPS)
-    return acc, total, top
