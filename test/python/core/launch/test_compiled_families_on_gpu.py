@@ -230,6 +230,7 @@ SAMPLES: list[tuple[Callable[[Declaring], None], tuple[str, ...], tuple[int, ...
     (samples.attention_backward_with_a_sink_on_hopper, ("stats",), ()),
     (samples.attention_fp8_on_hopper, ("k", "o"), ()),
     (samples.attention_fp8_long_on_hopper, ("q", "v"), ()),
+    (samples.attention_fp8_long_and_cut_on_hopper, ("q", "v"), ()),
     (samples.attention_ragged, (), ()),
     (samples.attention_backward_ragged, (), ()),
     (samples.attention_decode, ("q", "k", "v", "o"), ()),

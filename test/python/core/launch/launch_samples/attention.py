@@ -136,21 +136,25 @@ def attention_backward_with_a_sink_on_hopper(d: Declaring) -> None:
 
 
 def attention_fp8_on_hopper(d: Declaring) -> None:
-    attention_fp8(d, d.rows)
+    attention_fp8(d, d.rows, use_causal_mask=True)
 
 
 def attention_fp8_long_on_hopper(d: Declaring) -> None:
     attention_fp8(d, 2176)
 
 
-def attention_fp8(d: Declaring, keys: int) -> None:
+def attention_fp8_long_and_cut_on_hopper(d: Declaring) -> None:
+    attention_fp8(d, 2176, use_causal_mask_bottom_right=True)
+
+
+def attention_fp8(d: Declaring, keys: int, **masks: bool) -> None:
     d.barred = ("triton",)
     dim, one = (2, 4, d.rows, 128), (1, 1, 1, 1)
     operands = [d("q", dim, "fp8_e4m3")]
     operands += [d(name, (2, 4, keys, 128), "fp8_e4m3") for name in "kv"]
     names = (*(f"descale_{x}" for x in "qkvs"), "scale_s", "scale_o")
     scales = {name: d(name, one, "float32") for name in names}
-    options = {"attn_scale": 0.125, "use_causal_mask": keys == d.rows, "generate_stats": True}
+    options = {"attn_scale": 0.125, "generate_stats": True, **masks}
     o, stats, *largest = d.graph.sdpa_fp8(*operands, **scales, **options)
     d.out("o", o, dim, "bfloat16")
     d.out("stats", stats, (2, 4, d.rows, 1), "float32")
