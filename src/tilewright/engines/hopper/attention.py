@@ -40,9 +40,6 @@ _ORDERED_FROM, _ORDERED_TO = 32, 65536
 _PANEL = 64
 # Keys of a head's last tile from which maxima are taken late under a band.
 _LATE_FROM = 768
-# Rows from which three warpgroups are faster at heads of 64 under a causal mask: shorter tiles have
-# too many masked blocks.
-_THREE_FROM = 6144
 
 
 @dataclass(frozen=True)
@@ -78,24 +75,24 @@ def padded_in_slabs(head_size: int) -> tuple[int, int]:
 def choose_config(spec: AttentionSpec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_attention.md."""
     depth, _ = padded_in_slabs(spec.depth)
+    late = _is_late(spec)
     if depth == 64 and not spec.is_banded and _fits_three(spec.rows):
-        return AttentionConfig(warpgroups=3)
-    if depth == 64 and spec.left is None and not spec.has_lengths and spec.rows >= _THREE_FROM:
-        return AttentionConfig(warpgroups=3, prescale=True)
+        if spec.has_lengths:
+            return AttentionConfig(warpgroups=3)
+        return AttentionConfig(block_n=64, warpgroups=3, stages=3, prescale=True, late=True)
     if depth == 64:
-        return AttentionConfig(stages=3, early=True)
+        return AttentionConfig(stages=3, early=True, prescale=late and spec.is_banded, late=late)
     if depth == 192 and padded(spec.depth_v) <= 128:
         return AttentionConfig(q_slots=1, out_parts=0, lazy=True)
     if depth >= 192:
         return AttentionConfig(
             block_n=64, q_slots=1, out_parts=2, turns=False, ahead=True, lazy=True
         )
-    late = _is_late(spec)
     return AttentionConfig(early=spec.is_banded, prescale=True, lazy=not late, late=late)
 
 
 def _is_late(spec: AttentionSpec) -> bool:
-    """True if maxima are taken late at heads of 96 to 128.
+    """True if maxima are taken late at heads of up to 128.
 
     Where tiles are short, what they begin and end with counts, and then there is more of it.
     """

@@ -244,13 +244,34 @@ def test_scores_far_from_those_that_a_row_sees_first(size: int, scores: str) -> 
         check(tensors, band, log2=number % 2 == 1)
 
 
-@pytest.mark.L0
-def test_long_causal_tiles_of_three_groups() -> None:
-    # Heads of 64 have taller tiles there, which cut blocks of keys at other rows.
-    for extents, band in (((6200, 6200), CAUSAL), ((6150, 6400), BOTTOM)):
-        tensors = draw(10, (2, 1), extents, batch=1, dtype=torch.float16)
-        declare(tensors, band).execute(tensors)
-        check(tensors, band)
+@pytest.mark.parametrize(
+    ("extents", "band"),
+    [
+        pytest.param((1140, 1173), NO_BAND, marks=pytest.mark.L0),
+        pytest.param((1100, 1164), CAUSAL, marks=pytest.mark.L0),
+        pytest.param((1140, 1152), NO_BAND, marks=pytest.mark.L1),
+        pytest.param((300, 333), NO_BAND, marks=pytest.mark.L1),
+        pytest.param((1024, 1024), CAUSAL, marks=pytest.mark.L1),
+        pytest.param((1200, 900), CAUSAL, marks=pytest.mark.L1),
+        pytest.param((900, 1200), BOTTOM, marks=pytest.mark.L1),
+        pytest.param((6150, 6400), BOTTOM, marks=pytest.mark.L1),
+    ],
+    ids=str,
+)
+def test_late_maxima_at_heads_of_64(extents: tuple[int, int], band: Any) -> None:
+    # Tiles of two groups and blocks of 128 keys; of three and of 64 without a band, where rows fill
+    # such tiles.
+    at = torch.arange(extents[1], device="cuda")[None, None, :, None]
+    for scores in ("plain", "leaping", "low"):
+        for dtype in (torch.bfloat16, torch.float16):
+            tensors = draw(10, (4, 2), extents, dtype=dtype, is_token_major=dtype == torch.float16)
+            if scores == "leaping":
+                tensors["k"].mul_(torch.where((at < 850) & (at % 50 == 7), 60.0, 1.0))
+            elif scores == "low":
+                tensors["q"].abs_().add_(0.5)
+                tensors["k"].abs_().add_(0.5).mul_(-16.0)
+            declare(tensors, band).execute(tensors)
+            check(tensors, band)
 
 
 @pytest.mark.L0

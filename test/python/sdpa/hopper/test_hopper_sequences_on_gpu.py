@@ -170,9 +170,10 @@ def test_sequences_of_their_own_lengths(size: int, is_packed: bool, band: str) -
 @pytest.mark.L1
 @pytest.mark.parametrize("band", ["causal", "bottom"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-def test_sequences_that_may_be_long(is_packed: bool, band: str) -> None:
+@pytest.mark.parametrize("size", [64, 128])
+def test_sequences_that_may_be_long(size: int, is_packed: bool, band: str) -> None:
     # Other kernels are taken for them: maxima are found late.
-    call = Call(128, band, is_packed=is_packed, as_sums=True, seed=5, longest=1500)
+    call = Call(size, band, is_packed=is_packed, as_sums=True, seed=5, longest=1500)
     call.graph.execute(call.pack)
     call.check()
 
