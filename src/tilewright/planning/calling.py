@@ -6,11 +6,13 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tilewright.errors import BindingError, GraphError
+from tilewright.graph.enums import heur_mode
 from tilewright.graph.operation import walk
 from tilewright.graph.tensor import Tensor
 from tilewright.planning.selection import PlanSelection
@@ -22,12 +24,17 @@ class CallableGraph(PlanSelection):
     """Adds ``with``, ``set_io_tuples`` and ``graph(*inputs)``."""
 
     _io_tuples: tuple[tuple[str, ...], tuple[str, ...]] | None
+    # What ``Graph`` was given for the end of ``with``: inputs, outputs and heuristic modes.
+    _at_exit: tuple[Iterable[str] | None, Iterable[str] | None, Sequence[heur_mode] | None]
+    _makes_workspace: bool
 
-    def build(self) -> None:
+    def build(self, heur_modes: Sequence[heur_mode] = (heur_mode.A,)) -> None:
         """Build the best plan; see ``Graph``."""
         raise NotImplementedError
 
-    def execute(self, variant_pack: Mapping[Any, Any], workspace: Any = None) -> None:
+    def execute(
+        self, variant_pack: Mapping[Any, Any], workspace: Any = None, handle: Any = None
+    ) -> None:
         """Run the selected plan; see ``Graph``."""
         raise NotImplementedError
 
@@ -44,8 +51,12 @@ class CallableGraph(PlanSelection):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.build()
+        if kind is not None:
+            return
+        inputs, outputs, modes = self._at_exit
+        self.build(*([] if modes is None else [modes]))
+        if inputs is not None or outputs is not None:
+            self.set_io_tuples(inputs or (), outputs or ())
 
     def set_io_tuples(self, inputs: Iterable[str], outputs: Iterable[str]) -> None:
         """Fix the order of a call's inputs and of its results, by tensor or canonical name.
@@ -62,7 +73,7 @@ class CallableGraph(PlanSelection):
         self._io_tuples = names
 
     def tensor_named(self, name: str) -> Tensor:
-        """The tensor with this name, or on this port ("operation name::port").
+        """The tensor with this name, or on this port ("operation name::port", see above).
 
         Raises:
             GraphError: if no tensor or several have the name.
@@ -73,7 +84,7 @@ class CallableGraph(PlanSelection):
         operation_name, _, port = name.rpartition("::")
         for operation in walk(self.operations):
             if operation_name and operation.name == operation_name:
-                on_port = operation.inputs.get(port) or operation.outputs.get(port)
+                on_port = self._on_port(operation, port)
                 if on_port is not None:
                     found[id(on_port)] = on_port
         if len(found) != 1:
@@ -81,21 +92,28 @@ class CallableGraph(PlanSelection):
             raise GraphError(f"graph {self.name!r}: {state} named {name!r}")
         return next(iter(found.values()))
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, handle: Any = None, workspace: Any = None) -> Any:
         """Run the graph on ``inputs`` in the order of ``set_io_tuples``; returns new outputs.
 
         Without ``set_io_tuples`` the order is that of declaration. Allocates the outputs and the
-        workspace: use ``execute`` where nothing may be allocated. One output comes alone,
-        several as a tuple.
+        workspace, if none is given: use ``execute`` where nothing may be allocated. One output
+        comes alone, several as a tuple. A dict of names to buffers in place of the inputs is
+        filled up with the outputs that it does not have, and returned.
 
         Raises:
-            BindingError: if the number of inputs is wrong or one does not fit.
+            BindingError: if the number of inputs is wrong or one does not fit, or the graph was
+                made with ``workspace_alloc=False`` and no workspace is given.
+            GraphError: for a name that the graph does not have.
         """
-        import torch
-
-        from tilewright.torch_dtypes import to_torch
-
         self.build()
+        if len(inputs) == 1 and isinstance(inputs[0], dict):
+            named: dict[Any, Any] = inputs[0]
+            given = {self._uid_of(name): buffer for name, buffer in named.items()}
+            made = self._new_outputs(tensor for tensor in self.outputs() if tensor.uid not in given)
+            self._run({**given, **made}, workspace, handle)
+            shown = {tensor.uid: self._shown_name(tensor) for tensor in self.outputs()}
+            named.update({shown[uid]: buffer for uid, buffer in made.items()})
+            return named
         if self._io_tuples is None:
             sources = [t for t in self.inputs() if t.value is None]
             results = self.outputs()
@@ -107,16 +125,67 @@ class CallableGraph(PlanSelection):
             raise BindingError(
                 f"graph {self.name!r}: {len(inputs)} inputs given; expected {len(sources)}: {names}"
             )
+        outputs = self._new_outputs(self.outputs())
+        pack = {tensor.uid: buffer for tensor, buffer in zip(sources, inputs, strict=True)}
+        self._run({**pack, **outputs}, workspace, handle)
+        returned = tuple(outputs[tensor.uid] for tensor in results)
+        return returned[0] if len(returned) == 1 else returned
+
+    def _on_port(self, operation: Any, port: str) -> Tensor | None:
+        """The tensor on a port, whose letters may be of either case.
+
+        A pointwise operation's are known by the names of its method's arguments too ("a" of
+        ``add``), and its result as "OUT_0".
+        """
+        named = {**operation.outputs, **operation.inputs}
+        if port in named:
+            return named[port]
+        ports = {name.lower(): tensor for name, tensor in named.items()}
+        port = port.lower()
+        if operation.kind == "pointwise" and port not in ports:
+            method = getattr(type(self), operation.mode)
+            _self, *arguments = inspect.signature(method).parameters
+            aliases = {name: f"in{number}" for number, name in enumerate(arguments)}
+            port = (aliases | {"out_0": "out"}).get(port, port)
+        return ports.get(port)
+
+    def _uid_of(self, key: Any) -> int:
+        if isinstance(key, Tensor):
+            return key.uid
+        return key if isinstance(key, int) else self.tensor_named(key).uid
+
+    def _shown_name(self, tensor: Tensor) -> str:
+        """A tensor's own name, or the canonical one of an output."""
+        if tensor.name:
+            return tensor.name
+        for operation in walk(self.operations):
+            for port, made in operation.outputs.items():
+                if made is tensor:
+                    return f"{operation.name}::{port}"
+        return str(tensor.uid)
+
+    def _new_outputs(self, tensors: Iterable[Tensor]) -> dict[int, Any]:
+        import torch
+
+        from tilewright.torch_dtypes import to_torch
+
         device = self._torch_device()
-        outputs = {
+        return {
             tensor.uid: torch.empty_strided(
                 tensor.dim, tensor.stride, dtype=to_torch(tensor.data_type), device=device
             )
-            for tensor in self.outputs()
+            for tensor in tensors
         }
-        pack = {tensor.uid: buffer for tensor, buffer in zip(sources, inputs, strict=True)}
+
+    def _run(self, pack: Mapping[int, Any], workspace: Any, handle: Any) -> None:
+        import torch
+
         size = self.get_workspace_size()
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        self.execute({**pack, **outputs}, workspace)
-        returned = tuple(outputs[tensor.uid] for tensor in results)
-        return returned[0] if len(returned) == 1 else returned
+        if workspace is None and size:
+            if not self._makes_workspace:
+                raise BindingError(
+                    f"graph {self.name!r}: no workspace given; expected one of {size} bytes, since "
+                    "the graph was made with workspace_alloc=False"
+                )
+            workspace = torch.empty(size, dtype=torch.uint8, device=self._torch_device())
+        self.execute(pack, workspace, handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import BindingError, GraphError, NotSupportedError
@@ -34,6 +34,9 @@ class Graph(CallableGraph):
         handle: a device and a stream, of ``create_handle``; default: the current GPU, else the CPU.
         device_property: plan for this device, which need not be here.
         is_override_shape_enabled: let ``execute`` take other dims and strides.
+        inputs, outputs: ``set_io_tuples`` at the end of ``with``.
+        heuristics: heuristic modes of the build there.
+        workspace_alloc: if false, a call of the graph makes no workspace and must be given one.
 
     The other arguments are the vocabulary's; they are kept, and change nothing.
 
@@ -56,6 +59,10 @@ class Graph(CallableGraph):
         is_override_shape_enabled: bool = False,
         *,
         is_cuda_graph_replay_expected: bool = False,
+        inputs: Iterable[str] | None = None,
+        outputs: Iterable[str] | None = None,
+        heuristics: Sequence[heur_mode] | None = None,
+        workspace_alloc: bool = True,
     ) -> None:
         super().__init__(name, io_data_type, intermediate_data_type, compute_data_type)
         self.handle = handle
@@ -68,6 +75,8 @@ class Graph(CallableGraph):
         self.is_cuda_graph_replay_expected = bool(is_cuda_graph_replay_expected)
         self._declared_form: dict[str, Any] | None = None
         self._io_tuples: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._at_exit = (inputs, outputs, heuristics)
+        self._makes_workspace = bool(workspace_alloc)
         self._plan_nothing()
 
     def _plan_nothing(self) -> None:

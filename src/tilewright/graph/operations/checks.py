@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from tilewright.dtypes import DataType
 from tilewright.graph.builder import Builder
@@ -23,13 +24,13 @@ FLOATING_TYPES = (
 INDEX_TYPES = (DataType.INT32, DataType.INT64)
 
 
-def scalar_input(graph: Builder, value: Tensor | float | None, like: Tensor) -> Tensor | None:
-    """``value`` as a tensor: a number becomes a pass-by-value scalar.
+def scalar_input(graph: Builder, value: Any, like: Tensor) -> Tensor | None:
+    """``value`` as a tensor: a number becomes a pass-by-value scalar, an array a tensor like it.
 
     It is DOUBLE beside a DOUBLE tensor and FLOAT otherwise, so no digit of it is lost.
     """
-    if value is None or isinstance(value, Tensor):
-        return value
+    if value is None or isinstance(value, Tensor) or hasattr(value, "shape"):
+        return value  # type: ignore[no-any-return]
     wide = isinstance(like, Tensor) and like.data_type is DataType.DOUBLE
     return graph.tensor_scalar(value, DataType.DOUBLE if wide else DataType.FLOAT)
 
