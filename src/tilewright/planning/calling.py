@@ -137,7 +137,7 @@ class CallableGraph(PlanSelection):
         A pointwise operation's are known by the names of its method's arguments too ("a" of
         ``add``), and its result as "OUT_0".
         """
-        named = {**operation.outputs, **operation.inputs}
+        named: dict[str, Tensor] = {**operation.outputs, **operation.inputs}
         if port in named:
             return named[port]
         ports = {name.lower(): tensor for name, tensor in named.items()}
