@@ -222,7 +222,7 @@ def _generate(
 
 def _layout_checks(binder: Binder, given: Sequence[int], names: dict[str, Any]) -> list[str]:
     """Lines that look at each operand, unless all are as those that were looked at last."""
-    names["are_as_last"] = names["are_as_before"] = _are_new
+    names["are_as_last"] = names["are_as_before"] = _never
     names["keep"] = _keeping(names)
     operands = ", ".join(f"b{number}" for number in given)
     lines = [f" if not (are_as_last({operands}) or are_as_before({operands})):"]
@@ -231,7 +231,8 @@ def _layout_checks(binder: Binder, given: Sequence[int], names: dict[str, Any]) 
     return [*lines, f"  keep({operands})"]
 
 
-def _are_new(*operands: Any) -> bool:
+def _never(*operands: Any) -> bool:
+    """What a guard says before there is one."""
     return False
 
 
