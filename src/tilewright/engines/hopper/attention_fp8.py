@@ -58,6 +58,11 @@ class AttentionConfig(TileConfig):
     warpgroups: int = 3
     is_long: bool = False
 
+    @property
+    def in_turns(self) -> bool:
+        """True if consumers take turns at exponentials, by a named barrier each."""
+        return self.warpgroups == 2 or self.is_long
+
 
 def choose_config(spec: AttentionFp8Spec) -> AttentionConfig:
     """What measured best; see benchmark/hopper_fp8.md."""
@@ -86,7 +91,7 @@ def plan_with(
     graph: DeclaredGraph, spec: AttentionFp8Spec, config: AttentionConfig, sm_count: int
 ) -> KernelPlan:
     """The plan of one configuration."""
-    turns = config.warpgroups if config.warpgroups == 2 or config.is_long else 0
+    turns = config.warpgroups if config.in_turns else 0
     if FIRST_FREE.value + 2 * config.stages + config.q_slots + turns > _BARRIERS:
         raise NotSupportedError(
             f"{config.stages} stages take more barriers than the {_BARRIERS} that there are"

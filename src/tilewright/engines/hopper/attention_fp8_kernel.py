@@ -187,9 +187,10 @@ def attention_fp8_forward(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], one)
     vt_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    # Three consumers of short loops repair what they spoiled themselves, and note nothing.
+    # Consumers without turns repair what they spoiled themselves, and note nothing.
+    IN_TURNS: gl.constexpr = WARPGROUPS == 2 or IS_LONG
     notes = q_room
-    if WARPGROUPS == 2 or IS_LONG:
+    if IN_TURNS:
         notes = gl.allocate_shared_memory(
             gl.int32, [WARPGROUPS, 1, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )
@@ -241,5 +242,5 @@ def attention_fp8_forward(
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-    if (WARPGROUPS == 2 or IS_LONG) and REPAIRS:
+    if IN_TURNS and REPAIRS:
         repair_all(memory, problem, tiling, features)

@@ -98,8 +98,8 @@ def give_maxima(peak_s, peak_o, problem, features):
 
 
 @gluon.jit
-def end_of_pair(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP: gl.constexpr):
-    """One of two consumers is done: what it says to who repairs, and its maxima."""
+def end_of_consumer(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP: gl.constexpr):
+    """A consumer is done: what it says to who repairs when all are, and its maxima."""
     tma.store_wait(0)
     if features.REPAIRS:
         note_spoiled(spoiled, memory.spoiled.index(WARPGROUP))

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.engines.hopper import attention_fp8_blocks, attention_fp8_three
 from tilewright.engines.hopper.attention_fp8_leaving import (
-    end_of_pair,
+    end_of_consumer,
     finite_peaks,
     leave,
     row_ends,
@@ -33,16 +33,17 @@ from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
 
 @gluon.jit
 def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, problem, features,
-           IS_EARLY: gl.constexpr):  # fmt: skip
+           PEAK_IS_LOG: gl.constexpr):  # fmt: skip
     """(O in float32 before scale_o, the largest probability so far); Stats are stored.
 
-    ``factor`` is what a sum of rounded probabilities times V is still to be multiplied by.
+    ``factor`` is what a sum of rounded probabilities times V is still to be multiplied by; ``peak``
+    has the bits of a row's largest probability, or of its logarithm to base 2.
     """
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows = first + gl.arange(0, ROWS, layout)
     total = gl.convert_layout(gl.sum(total, 1), layout) * UNIT
     peak = gl.convert_layout(gl.max(peak, 1), layout).to(gl.float32, bitcast=True)
-    if IS_EARLY:
+    if PEAK_IS_LOG:
         peak = gl.exp2(peak)
     peak = peak * UNIT
     shift = gl.convert_layout(gl.max(bias, 1), layout) + EXPONENT
@@ -80,7 +81,7 @@ def consume_long(
     )
     of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
     SLOTS: gl.constexpr = tiling.Q_SLOTS
-    IS_EARLY: gl.constexpr = tiling.WARPGROUPS == 3
+    ARE_THREE: gl.constexpr = tiling.WARPGROUPS == 3
     peak_s = gl.zeros([ROWS], gl.int32, of_row)
     peak_o = gl.zeros([ROWS], gl.int32, of_row)
     spoiled = peak_o
@@ -97,7 +98,7 @@ def consume_long(
         mbarrier.wait(memory.q_full.index(slot), (number // SLOTS) & 1)
         q = memory.q.index(slot * tiling.WARPGROUPS + WARPGROUP)
         acc = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)
-        if IS_EARLY:
+        if ARE_THREE:
             acc, bias, total, peak, block = attention_fp8_three.tile_sums(
                 q, acc, place, first, block, sequence, memory, problem, tiling, features, WARPGROUP
             )
@@ -111,7 +112,7 @@ def consume_long(
         factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)
         out, peak_s = finish(
             acc, bias, total, peak, factor * UNIT, peak_s, place, first, sequence, problem,
-            features, IS_EARLY,
+            features, ARE_THREE,
         )  # fmt: skip
         rows = first + gl.arange(0, ROWS, of_row)
         found = magnitudes(out, rows, problem.rows)
@@ -121,7 +122,7 @@ def consume_long(
     if WARPGROUP == 0:
         # A turn that nobody takes: no barrier is left half joined.
         barrier_wait(tiling.T_BARRIER, "256")
-    end_of_pair(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
+    end_of_consumer(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
 
 
 @gluon.jit

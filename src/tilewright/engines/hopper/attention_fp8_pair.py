@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
 from tilewright.engines.hopper.attention_fp8_consumer import start_scores
 from tilewright.engines.hopper.attention_fp8_leaving import (
-    end_of_pair,
+    end_of_consumer,
     finite_peaks,
     leave,
     row_ends,
@@ -187,7 +187,7 @@ def consume(
         step = next_step(step + 1, problem, tiling, features)
     if WARPGROUP == 0:
         barrier_wait(tiling.T_BARRIER, "256")
-    end_of_pair(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
+    end_of_consumer(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
 
 
 @gluon.jit
