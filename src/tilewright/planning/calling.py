@@ -1,7 +1,10 @@
 """A graph as a function: declared inside ``with``, then called with buffers in a fixed order.
 
-Operands are named canonically, "operation name::port" ("conv2d::image"), or by a tensor's own
-name.
+An operand is named by its tensor's own name, or canonically by "operation name::port"
+("conv2d::image"). A port is one of the operation's record, in letters of either case; those of a
+pointwise operation are also known by the names of its method's arguments ("sum::a", "sum::b" of
+``add``), and its result as "OUT_0". A name counts only where it means one tensor of the graph. An
+operation without a name has no canonical ones.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from tilewright.graph.operation import walk
 from tilewright.graph.tensor import Tensor
 from tilewright.planning.selection import PlanSelection
 
+Names = tuple[str, ...]
 Self = TypeVar("Self", bound="CallableGraph")
 
 
 class CallableGraph(PlanSelection):
     """Adds ``with``, ``set_io_tuples`` and ``graph(*inputs)``."""
 
-    _io_tuples: tuple[tuple[str, ...], tuple[str, ...]] | None
+    # The order of a call's inputs and of its results; None is that of declaration.
+    _io_tuples: tuple[Names | None, Names | None]
     # What ``Graph`` was given for the end of ``with``: inputs, outputs and heuristic modes.
     _at_exit: tuple[Iterable[str] | None, Iterable[str] | None, Sequence[heur_mode] | None]
     _makes_workspace: bool
@@ -55,22 +60,26 @@ class CallableGraph(PlanSelection):
             return
         inputs, outputs, modes = self._at_exit
         self.build(*([] if modes is None else [modes]))
-        if inputs is not None or outputs is not None:
-            self.set_io_tuples(inputs or (), outputs or ())
+        fixed_inputs, fixed_outputs = self._io_tuples
+        if inputs is not None:
+            fixed_inputs = self._checked_names("inputs", inputs, self.inputs())
+        if outputs is not None:
+            fixed_outputs = self._checked_names("outputs", outputs, self.outputs())
+        self._io_tuples = fixed_inputs, fixed_outputs
 
     def set_io_tuples(self, inputs: Iterable[str], outputs: Iterable[str]) -> None:
         """Fix the order of a call's inputs and of its results, by tensor or canonical name.
 
+        Call it after the operations and ``set_output``.
+
         Raises:
-            GraphError: for what is no list of names, or a name that the graph does not have.
+            GraphError: for what is no list of names, a name that the graph does not have, or one
+                of a tensor that is no input (no output) of the graph.
         """
-        for given in (inputs, outputs):
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                raise GraphError(f"set_io_tuples: got {given!r}; expected a list of tensors' names")
-        names = tuple(inputs), tuple(outputs)
-        for name in (*names[0], *names[1]):
-            self.tensor_named(name)
-        self._io_tuples = names
+        self._io_tuples = (
+            self._checked_names("inputs", inputs, self.inputs()),
+            self._checked_names("outputs", outputs, self.outputs()),
+        )
 
     def tensor_named(self, name: str) -> Tensor:
         """The tensor with this name, or on this port ("operation name::port", see above).
@@ -98,28 +107,33 @@ class CallableGraph(PlanSelection):
         Without ``set_io_tuples`` the order is that of declaration. Allocates the outputs and the
         workspace, if none is given: use ``execute`` where nothing may be allocated. One output
         comes alone, several as a tuple. A dict of names to buffers in place of the inputs is
-        filled up with the outputs that it does not have, and returned.
+        filled up with the outputs that it does not have, and returned; an output that no name
+        means is put in under its uid. A second call with that dict writes into the same outputs.
 
         Raises:
-            BindingError: if the number of inputs is wrong or one does not fit, or the graph was
-                made with ``workspace_alloc=False`` and no workspace is given.
+            BindingError: if the number of inputs is wrong or one does not fit, two keys of a dict
+                give one operand two buffers, or the graph was made with ``workspace_alloc=False``
+                and no workspace is given.
             GraphError: for a name that the graph does not have.
         """
         self.build()
         if len(inputs) == 1 and isinstance(inputs[0], dict):
             named: dict[Any, Any] = inputs[0]
-            given = {self._uid_of(name): buffer for name, buffer in named.items()}
+            given = self._by_uid(named)
             made = self._new_outputs(tensor for tensor in self.outputs() if tensor.uid not in given)
             self._run({**given, **made}, workspace, handle)
             shown = {tensor.uid: self._shown_name(tensor) for tensor in self.outputs()}
             named.update({shown[uid]: buffer for uid, buffer in made.items()})
             return named
-        if self._io_tuples is None:
-            sources = [t for t in self.inputs() if t.value is None]
+        fixed_inputs, fixed_outputs = self._io_tuples
+        if fixed_inputs is None:
+            sources = [tensor for tensor in self.inputs() if tensor.value is None]
+        else:
+            sources = [self.tensor_named(name) for name in fixed_inputs]
+        if fixed_outputs is None:
             results = self.outputs()
         else:
-            sources = [self.tensor_named(name) for name in self._io_tuples[0]]
-            results = [self.tensor_named(name) for name in self._io_tuples[1]]
+            results = [self.tensor_named(name) for name in fixed_outputs]
         if len(inputs) != len(sources):
             names = ", ".join(tensor.label() for tensor in sources)
             raise BindingError(
@@ -130,6 +144,20 @@ class CallableGraph(PlanSelection):
         self._run({**pack, **outputs}, workspace, handle)
         returned = tuple(outputs[tensor.uid] for tensor in results)
         return returned[0] if len(returned) == 1 else returned
+
+    def _checked_names(self, side: str, names: Iterable[str], accepted: list[Tensor]) -> Names:
+        """``names`` as a tuple, of tensors that are all among ``accepted``."""
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise GraphError(f"{side}: got {names!r}; expected a list of tensors' names")
+        checked = tuple(names)
+        for name in checked:
+            named = self.tensor_named(name)
+            if not any(named is tensor for tensor in accepted):
+                known = ", ".join(repr(self._shown_name(tensor)) for tensor in accepted)
+                raise GraphError(
+                    f"graph {self.name!r}: {name!r} is none of its {side}; expected among {known}"
+                )
+        return checked
 
     def _on_port(self, operation: Any, port: str) -> Tensor | None:
         """The tensor on a port, whose letters may be of either case.
@@ -154,15 +182,33 @@ class CallableGraph(PlanSelection):
             return key.uid
         return key if isinstance(key, int) else self.tensor_named(key).uid
 
-    def _shown_name(self, tensor: Tensor) -> str:
-        """A tensor's own name, or the canonical one of an output."""
-        if tensor.name:
-            return tensor.name
+    def _by_uid(self, named: Mapping[Any, Any]) -> dict[int, Any]:
+        given: dict[int, Any] = {}
+        for key, buffer in named.items():
+            uid = self._uid_of(key)
+            if given.setdefault(uid, buffer) is not buffer:
+                raise BindingError(
+                    f"graph {self.name!r}: {key!r} and another key mean one operand and have two "
+                    "buffers; expected one"
+                )
+        return given
+
+    def _shown_name(self, tensor: Tensor) -> str | int:
+        """A tensor's own name, else a canonical one, else the uid: what a call accepts as its key.
+
+        A name that several tensors bear, and that of a port of an unnamed operation, is no key.
+        """
+        names = [tensor.name] if tensor.name else []
         for operation in walk(self.operations):
-            for port, made in operation.outputs.items():
-                if made is tensor:
-                    return f"{operation.name}::{port}"
-        return str(tensor.uid)
+            ports = (*operation.outputs.items(), *operation.inputs.items())
+            names += [f"{operation.name}::{port}" for port, held in ports if held is tensor]
+        for name in names:
+            try:
+                self.tensor_named(name)
+            except GraphError:
+                continue
+            return name
+        return tensor.uid
 
     def _new_outputs(self, tensors: Iterable[Tensor]) -> dict[int, Any]:
         import torch

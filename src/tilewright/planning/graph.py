@@ -11,16 +11,15 @@ from tilewright.errors import BindingError, GraphError, NotSupportedError
 from tilewright.graph import json_form
 from tilewright.graph.enums import build_plan_policy, heur_mode
 from tilewright.graph.tensor import Tensor
-from tilewright.planning.calling import CallableGraph
+from tilewright.planning.copying import CopyableGraph
 from tilewright.planning.devices import DeviceProperties, device_properties
-from tilewright.planning.plans import RankedPlans, propose_plans
+from tilewright.planning.plans import propose_plans
 
 if TYPE_CHECKING:
     from tilewright.engines.base import Launchable
-    from tilewright.planning.built import BuiltPlan
 
 
-class Graph(CallableGraph):
+class Graph(CopyableGraph):
     """A graph of tensor operations and its life: validate, plan, build, execute.
 
     Each step implies those before it. Planning is one-shot: a graph is validated and planned
@@ -74,30 +73,9 @@ class Graph(CallableGraph):
         self.is_override_shape_enabled = bool(is_override_shape_enabled)
         self.is_cuda_graph_replay_expected = bool(is_cuda_graph_replay_expected)
         self._declared_form: dict[str, Any] | None = None
-        self._io_tuples: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._io_tuples = (None, None)
         self._at_exit = (inputs, outputs, heuristics)
         self._makes_workspace = bool(workspace_alloc)
-        self._plan_nothing()
-
-    def _plan_nothing(self) -> None:
-        self._plans: RankedPlans | None = None
-        self._barred: dict[int, str] = {}
-        self._built: dict[int, BuiltPlan] = {}
-        self._selected: int | None = None
-        self._active: BuiltPlan | None = None
-        self._overridden: dict[Any, Graph] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: the declaration, which is planned anew where it is used.
-
-        Plans and kernels stay with this process. ``serialize`` also holds the selected plan.
-        """
-        planned = ("_plans", "_barred", "_built", "_selected", "_active", "_overridden")
-        state = super().__getstate__() | {"kernel_cache": None}
-        return {name: value for name, value in state.items() if name not in planned}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
         self._plan_nothing()
 
     # -- life cycle ---------------------------------------------------------------------------

@@ -24,13 +24,19 @@ FLOATING_TYPES = (
 INDEX_TYPES = (DataType.INT32, DataType.INT64)
 
 
-def scalar_input(graph: Builder, value: Any, like: Tensor) -> Tensor | None:
-    """``value`` as a tensor: a number becomes a pass-by-value scalar, an array a tensor like it.
+def scalar_input(graph: Builder, value: Any, like: Tensor) -> Any:
+    """A number as a pass-by-value scalar tensor; None, a tensor or an array as it is.
 
-    It is DOUBLE beside a DOUBLE tensor and FLOAT otherwise, so no digit of it is lost.
+    The scalar is DOUBLE beside a DOUBLE tensor and FLOAT otherwise, so no digit of it is lost.
+    ``append`` makes a tensor of an array. A NumPy number that is a float (``np.float64``) is a
+    number, although it has a shape.
+
+    Raises:
+        GraphError: if ``value`` is none of these.
     """
-    if value is None or isinstance(value, Tensor) or hasattr(value, "shape"):
-        return value  # type: ignore[no-any-return]
+    is_number = isinstance(value, int | float)
+    if not is_number and (value is None or isinstance(value, Tensor) or hasattr(value, "shape")):
+        return value
     wide = isinstance(like, Tensor) and like.data_type is DataType.DOUBLE
     return graph.tensor_scalar(value, DataType.DOUBLE if wide else DataType.FLOAT)
 

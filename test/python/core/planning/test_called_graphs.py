@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,3 +88,76 @@ def test_an_epsilon_may_be_an_array_of_the_host() -> None:
     for value in (0.5, 2.0):
         expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + value)
         assert torch.allclose(graph(x, scale, torch.full_like(epsilon, value)), expected, atol=1e-6)
+
+
+def test_the_order_of_one_side_alone_may_be_given() -> None:
+    handle = tw.create_handle("cpu")
+    assert torch.equal(graph_of(outputs=["cut::out"], handle=handle)(X, Y), X + Y)
+    assert torch.equal(graph_of(inputs=["sum::b", "sum::a"], handle=handle)(Y, X), X + Y)
+
+
+def test_what_with_is_not_given_stays_as_set_inside() -> None:
+    with tw.Graph(
+        io_data_type="float32", outputs=["twice", "sum::out"], handle=tw.create_handle("cpu")
+    ) as graph:
+        made = graph.sub(X, Y, name="sum").set_output(True)
+        graph.add(made, made, name="twice").set_output(True).set_name("twice")
+        graph.set_io_tuples(["sum::b", "sum::a"], ["twice"])
+    twice, once = graph(Y, X)
+    assert torch.equal(once, X - Y) and torch.equal(twice, 2 * (X - Y))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "message"),
+    [
+        (["sum::a"], ["sum::out"], r"'sum::out' is none of its outputs; expected .* 'cut::out'"),
+        (["sum::a"], ["sum::b"], r"'sum::b' is none of its outputs; expected .* 'cut::out'"),
+        (
+            ["cut::in0"],
+            ["cut::out"],
+            r"'cut::in0' is none of its inputs; .* 'sum::in0', 'sum::in1'",
+        ),
+    ],
+)
+def test_an_order_is_of_inputs_and_outputs(
+    inputs: list[str], outputs: list[str], message: str
+) -> None:
+    graph = graph_of(handle=tw.create_handle("cpu"))
+    with pytest.raises(tw.GraphError, match=message):
+        graph.set_io_tuples(inputs, outputs)
+    with pytest.raises(tw.GraphError, match=message):
+        graph_of(inputs=inputs, outputs=outputs, handle=tw.create_handle("cpu"))
+    assert torch.equal(graph(X, Y), X + Y)
+
+
+def test_two_names_of_one_operand_have_one_buffer() -> None:
+    graph = graph_of(handle=tw.create_handle("cpu"))
+    with pytest.raises(tw.BindingError, match="'sum::in0' and another key mean one operand"):
+        graph({"sum::a": X, "sum::b": Y, "sum::in0": -X})
+    assert torch.equal(graph({"sum::a": X, "sum::b": Y, "sum::in0": X})["cut::out"], X + Y)
+
+
+@pytest.mark.parametrize("name", ["", "twin"])
+def test_a_dict_that_was_filled_up_can_be_given_again(name: str) -> None:
+    with tw.Graph(io_data_type="float32", handle=tw.create_handle("cpu")) as graph:
+        x = graph.tensor_like(X, name="x")
+        # Without a name, or with one that two bear, an output's key is its uid.
+        made = [graph.relu(x, name=name).set_output(True), graph.neg(x, name=name).set_output(True)]
+    pack = graph({"x": X - 9})
+    assert pack.keys() == {"x", *(tensor.uid for tensor in made)}
+    results = [pack[tensor.uid] for tensor in made]
+    pack["x"].copy_(X - 7)
+    assert graph(pack) is pack
+    assert all(pack[tensor.uid] is result for tensor, result in zip(made, results, strict=True))
+    assert torch.equal(results[0], torch.relu(X - 7)) and torch.equal(results[1], 7 - X)
+
+
+def test_a_numpy_float_is_a_number() -> None:
+    graph = tw.Graph(io_data_type="float32", handle=tw.create_handle("cpu"))
+    x, scale = graph.tensor((2, 3, 1, 4), name="x"), graph.tensor((1, 1, 1, 4), name="scale")
+    y, _ = graph.rmsnorm(tw.norm_forward_phase.INFERENCE, x, scale, epsilon=np.float64(1e-5))
+    y.set_output(True)
+    graph.validate()
+    (epsilon,) = (tensor for tensor in graph.inputs() if tensor.is_pass_by_value)
+    assert epsilon.value == 1e-5 and epsilon.dim == (1, 1, 1, 1)
+    assert epsilon.data_type is tw.data_type.FLOAT
