@@ -259,21 +259,6 @@ def test_a_stride_that_is_never_stepped_does_not_count() -> None:
 
 
 @pytest.mark.L0
-def test_tiles_of_heads_of_64() -> None:
-    for rows, options, height, late in (
-        (512, {"use_causal_mask": True}, 128, False),
-        (1024, {"use_causal_mask": True}, 128, True),
-        (8192, {"use_causal_mask": True}, 128, True),
-        (8192, {"use_causal_mask": True, "sliding_window_length": 500}, 128, False),
-        (8192, {}, 192, True),
-        (512, {}, 128, True),
-    ):
-        spec = spec_of(dims=((1, 4, rows, 64),) * 3, **options)
-        config = attention.choose_config(spec)
-        assert (config.block_m, config.late) == (height, late), (rows, options)
-
-
-@pytest.mark.L0
 def test_only_sm90_is_admitted() -> None:
     # G3: a lower bound is not the device.
     entry = engine_by_name("hopper")

@@ -1,12 +1,15 @@
-"""How the Hopper kernels deal tiles of queries to programs: every tile once, and level loads."""
+"""Tiles of queries on Hopper: how they are cut, and dealt to programs, all once and level."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from tilewright.engines.hopper import attention_tiles
+import tilewright as tw
+from tilewright.engines.hopper import attention, attention_tiles
+from tilewright.engines.hopper.attention_spec import read_spec
 
 pytestmark = pytest.mark.L0
 
@@ -52,3 +55,30 @@ def test_causal_loads_are_level(tiles: int, heads: int) -> None:
     # Dealt head by head alone, some program has far more.
     plain = [sum(t + 1 for t, _ in each) for each in walked("even", tiles, heads, 132)]
     assert max(plain) > max(loads)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "height", "late"),
+    [
+        (512, {"use_causal_mask": True}, 128, False),
+        (1024, {"use_causal_mask": True}, 128, True),
+        (8192, {"use_causal_mask": True}, 128, True),
+        (8192, {"use_causal_mask": True, "sliding_window_length": 500}, 128, False),
+        (8192, {}, 192, True),
+        (512, {}, 128, True),
+        (8192, {"use_padding_mask": True}, 192, False),
+    ],
+)
+def test_tiles_of_heads_of_64(rows: int, options: dict[str, Any], height: int, late: bool) -> None:
+    graph = tw.Graph(
+        io_data_type="bfloat16", intermediate_data_type="float32", handle=tw.create_handle("cpu")
+    )
+    q, k, v = (graph.tensor((2, 4, rows, 64), name=name) for name in "qkv")
+    if "use_padding_mask" in options:
+        options = options | {
+            f"seq_len_{side}": graph.tensor((2, 1, 1, 1), data_type="int32") for side in ("q", "kv")
+        }
+    graph.sdpa(q, k, v, is_inference=True, **options)[0].set_output(True)
+    graph.validate()
+    config = attention.choose_config(read_spec(graph.operations[0]))
+    assert (config.block_m, config.late) == (height, late)
