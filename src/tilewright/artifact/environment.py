@@ -39,6 +39,9 @@ _IRRELEVANT = frozenset(
     }
 )
 
+# Counted up when the same source and compiler come to give other code: see ``compile_kernel``.
+_MAKING = "2"
+
 
 def environment(
     compiler: str, version: str, settings: Mapping[str, str]
@@ -51,6 +54,7 @@ def environment(
     """
     facts = {
         "tilewright": __version__,
+        "making": _MAKING,
         compiler: version,
         f"{compiler} files": _files_digest(compiler),
     }
@@ -68,6 +72,7 @@ def unloaded_environment(compiler: str) -> tuple[tuple[str, str], ...]:
     """
     facts = {
         "tilewright": __version__,
+        "making": _MAKING,
         compiler: installed_version(compiler),
         f"{compiler} files": _files_digest(compiler),
     }

@@ -10,21 +10,21 @@ attention's first key of a stage was NaN, and so were all rows that were at it.
 
 from __future__ import annotations
 
+import collections
 import re
 
 # Where a register's address in shared memory is made.
 _ADDRESS = re.compile(
     r"^\s*(?:mov\.b32\s+(%r\d+), global_smem;|add\.s32\s+(%r\d+), (%r\d+), (\d+);)", re.MULTILINE
 )
-_BARRIER = re.compile(
-    r"^[^\n]*\bmbarrier\.(init|inval)\.shared(?:::cta)?\.b64\s+\[(%r\d+)\][^\n]*\n", re.MULTILINE
-)
+# What is done to a barrier, and the register with its address.
+_BARRIER = re.compile(r"^[^\n]*\bmbarrier\.(\w+)[^\n\[]*\[(%r\d+)\][^\n]*\n", re.MULTILINE)
 
 
 def without_unused_barriers(ptx: str) -> str:
-    """``ptx`` without the barriers whose address is initialised again before it is invalidated.
+    """``ptx`` without barriers that are initialised more than once and never heard of again.
 
-    Nobody can have used the first of two such barriers, nor wait for both with the second.
+    An address that is invalidated somewhere, or named by a wait or an arrival, is left alone.
     """
     offsets: dict[str, int] = {}
     for base, made, of, step in _ADDRESS.findall(ptx):
@@ -32,16 +32,16 @@ def without_unused_barriers(ptx: str) -> str:
             offsets[base] = 0
         elif of in offsets:
             offsets[made] = offsets[of] + int(step)
-    held, unused = set(), set()
+    starts: collections.Counter[int] = collections.Counter()
+    used = set()
     for kind, register in _BARRIER.findall(ptx):
-        offset = offsets.get(register)
-        if kind == "inval":
-            held.discard(offset)
-        elif offset in held:
-            unused.add(offset)
+        if register not in offsets:
+            continue
+        if kind == "init":
+            starts[offsets[register]] += 1
         else:
-            held.add(offset)
-    unused.discard(None)
+            used.add(offsets[register])
+    unused = {offset for offset, times in starts.items() if times > 1} - used
     if not unused:
         return ptx
 

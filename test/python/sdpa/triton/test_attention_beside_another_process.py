@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,23 +28,29 @@ import sys, threading, torch
 a = torch.randn(8192, 8192, device="cuda").bfloat16()
 ends = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ends.set())).start()
-print("multiplies", flush=True)
 while not ends.is_set():
     for _ in range(10):
         a @ a
     torch.cuda.synchronize()
+    print("multiplied", flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def another_process() -> Iterator[None]:
+def another_process() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-c", MULTIPLY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        assert child.stdout.readline().strip() == "multiplies"
-        yield
-        child.stdin.close()
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            assert child.stdout.readline().strip() == "multiplied"
+            # A pipe that nobody reads is full one day.
+            threading.Thread(target=child.stdout.read, daemon=True).start()
+            yield child
+            child.stdin.close()
+            child.wait(timeout=30)
+        finally:
+            child.kill()
 
 
 def declared(depth: int, is_packed: bool, is_causal: bool) -> tuple[Any, dict[Any, torch.Tensor]]:
@@ -92,7 +99,11 @@ def declared(depth: int, is_packed: bool, is_causal: bool) -> tuple[Any, dict[An
     ],
 )
 def test_the_bits_are_the_same_beside_another_process(
-    engine: str, depth: int, is_packed: bool, is_causal: bool, another_process: None
+    engine: str,
+    depth: int,
+    is_packed: bool,
+    is_causal: bool,
+    another_process: subprocess.Popen[str],
 ) -> None:
     graph, pack = declared(depth, is_packed, is_causal)
     plans = [
@@ -116,3 +127,4 @@ def test_the_bits_are_the_same_beside_another_process(
         assert bool(torch.isfinite(out).all())
         assert bits is None or torch.equal(bits, made)
         bits = made
+    assert another_process.poll() is None
