@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tilewright.dtypes import DataType
 from tilewright.engines.base import Knobs
 from tilewright.engines.triton.attention_config import (
+    LEAST_SHARED_BYTES,
     MIN_BLOCK,
     power_of_two,
     shared_bytes_of,
@@ -78,7 +79,7 @@ def choose_config(spec: AttentionSpec, sm_count: int) -> BackwardConfig:
 
 def general_config(spec: AttentionSpec, sm_count: int) -> BackwardConfig:
     """The tiles of the general kernels, none longer than its sequences."""
-    config = _tiles(spec, has_room=shared_bytes_of(sm_count) > 99 * 1024)
+    config = _tiles(spec, has_room=shared_bytes_of(sm_count) > LEAST_SHARED_BYTES)
     rows, keys = (max(power_of_two(size), MIN_BLOCK) for size in (spec.rows, spec.keys))
     return replace(
         config,

@@ -17,8 +17,10 @@ SM90_MULTIPROCESSORS = frozenset({78, 114, 132})
 SM100_MULTIPROCESSORS = frozenset({148, 160})
 # What the engine says where kernels are interpreted.
 INTERPRETED_SM_COUNT = 4
-# An SM80 that is known by its multiprocessors; and the interpreter, which has room for any tile.
-SM80_MULTIPROCESSORS = frozenset({108, INTERPRETED_SM_COUNT})
+# An SM80 that is known by its multiprocessors.
+SM80_MULTIPROCESSORS = frozenset({108})
+# Shared memory that a program of SM120 may have, which is the least.
+LEAST_SHARED_BYTES = 99 * 1024
 # A warp group of SM90, and the rows that it multiplies at a time.
 GROUP_WARPS, GROUP_ROWS = 4, 64
 # With more stages the compiler's deal gave wrong results on an H200 (Triton 3.6).
@@ -42,6 +44,8 @@ MIN_KEYS_AT_A_LEVEL = 1024
 SMALL_PROGRAM_REGISTERS = 168
 # Keys of a block of the kernel that loads them into registers (``attention_decode_direct``).
 DIRECT_BLOCK = 16
+# Registers of a thread of 8 queries, of clusters of one sequence and of two.
+JOINED_REGISTERS, PAIRED_REGISTERS = 232, 255
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ class ForwardConfig:
             is_joined = is_paired or (is_joined and made.splits == alone)
             is_direct = is_joined or (made.block_n, made.warps) == (DIRECT_BLOCK, 1)
             made = replace(made, is_direct=is_direct, is_joined=is_joined, is_paired=is_paired)
+            if self.is_paired and not is_paired:
+                made = replace(made, max_registers=JOINED_REGISTERS)
         is_tile = made.warps == GROUP_WARPS and made.block_m == 2 * GROUP_ROWS
         is_dealt = is_tile and self.programs > 0 and made.stages <= MAX_DEALT_STAGES
         if not made.has_maps or (is_dealt and (knob_type.ROW_BLOCK in knobs or not knobs)):
@@ -134,10 +140,12 @@ class ForwardConfig:
 
 
 def shared_bytes_of(sm_count: int) -> int:
-    """Shared memory that a program may have; as SM120, which has least, if unknown."""
+    """Shared memory that a program may have, the least if unknown; where it is interpreted, any."""
     if sm_count in SM90_MULTIPROCESSORS | SM100_MULTIPROCESSORS:
         return 227 * 1024
-    return (163 if sm_count in SM80_MULTIPROCESSORS else 99) * 1024
+    if sm_count in SM80_MULTIPROCESSORS or sm_count == INTERPRETED_SM_COUNT:
+        return 163 * 1024
+    return LEAST_SHARED_BYTES
 
 
 def power_of_two(value: int) -> int:

@@ -243,12 +243,13 @@ def ranked_configs(
     if decode is not None:
         ranked = [decode, whole_loop]
         if decode.splits > 1:
-            # Twice as many runs, and none, where lengths are more or less even than guessed.
-            more = replace(decode, splits=2 * decode.splits, is_joined=False)
-            more = replace(more, warps=1) if decode.is_direct else more
+            # Where lengths are more or less even than guessed: clusters of one sequence in place of
+            # two, or else twice as many runs, and none.
             if decode.is_paired:
-                more = replace(decode, splits=decode.splits // 2, is_paired=False)
-            ranked.append(more)
+                ranked.append(decode.with_knobs({knob_type.SPLIT_K: decode.splits // 2}))
+            else:
+                more = replace(decode, splits=2 * decode.splits, is_joined=False)
+                ranked.append(replace(more, warps=1) if decode.is_direct else more)
             ranked += [] if decode.is_direct else [replace(decode, splits=1)]
     elif whole_loop.is_specialized:
         ranked.append(choose_config(spec, sm_count))

@@ -32,7 +32,7 @@ from tilewright.engines.triton.attention_arguments import (
 )
 from tilewright.engines.triton.attention_combine import attention_combine
 from tilewright.engines.triton.attention_config import ForwardConfig, Sharing, pieces, power_of_two
-from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS, PAIRED_REGISTERS
+from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
@@ -365,8 +365,7 @@ def _joined(given: KernelArguments, spec: AttentionSpec, config: ForwardConfig) 
     programs = config.splits // config.warps
     grid = (programs, spec.heads_kv, clusters)
     made = given.planned(kernel, grid, config.warps, config.stages)
-    registers = PAIRED_REGISTERS if config.is_paired else config.max_registers
-    limited = replace(made.spec, max_registers=registers)
+    limited = replace(made.spec, max_registers=config.max_registers)
     return replace(made, spec=limited, cluster=programs)
 
 

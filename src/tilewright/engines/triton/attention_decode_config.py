@@ -8,7 +8,9 @@ from tilewright.artifact.environment import installed_version
 from tilewright.dtypes import DataType
 from tilewright.engines.triton.attention_config import (
     DIRECT_BLOCK,
+    JOINED_REGISTERS,
     MIN_BLOCK,
+    PAIRED_REGISTERS,
     SM90_MULTIPROCESSORS,
     SM100_MULTIPROCESSORS,
     SMALL_PROGRAM_REGISTERS,
@@ -38,12 +40,11 @@ MIN_DIRECT_RUN_BLOCKS, MAX_DIRECT_RUNS = 4, 32
 # eight share a multiprocessor. The runs of a key head are those of a cluster, of 4 programs at
 # least and 16 at most; a program has two warps, but one where there are 16 queries.
 JOINED_PROGRAMS_A_MULTIPROCESSOR = 8
-JOINED_REGISTERS = {DIRECT_ROWS: 232, MAX_DIRECT_ROWS: 255}
+WIDE_JOINED_REGISTERS = 255
 MIN_JOINED_RUNS, MAX_JOINED_RUNS = 4, 16
 JOINED_WARPS = 2
 # Of ``attention_decode_paired``. Clusters of 32 warps would lie on four multiprocessors: an H200
 # had room for 30 of 32, and calls began 3 microseconds later.
-PAIRED_REGISTERS = 255
 MIN_PAIRED_PROGRAMS, MAX_PAIRED_RUNS = 8, 16
 # Paged sequences are of any length: twice the runs, if they are not shorter than this.
 MIN_PAGED_RUN_BLOCKS = 8
@@ -188,13 +189,14 @@ def _direct_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     runs = _joined_runs(spec, sm_count)
     if runs == 1:
         return made
-    registers = JOINED_REGISTERS[_direct_rows(spec)]
+    is_narrow = _direct_rows(spec) == DIRECT_ROWS
+    registers = JOINED_REGISTERS if is_narrow else WIDE_JOINED_REGISTERS
     # ``sum_layout``: one warp has 16 queries. And a cluster is of four programs at least.
-    warps = min(JOINED_WARPS, runs // 4) if _direct_rows(spec) == DIRECT_ROWS else 1
+    warps = min(JOINED_WARPS, runs // 4) if is_narrow else 1
     made = replace(made, splits=runs, warps=warps, max_registers=registers, is_joined=True)
     if not _pairs(spec, runs, warps, sm_count):
         return made
-    return replace(made, splits=2 * runs, is_paired=True)
+    return replace(made, splits=2 * runs, max_registers=PAIRED_REGISTERS, is_paired=True)
 
 
 def _pairs(spec: AttentionSpec, runs: int, warps: int, sm_count: int) -> bool:
