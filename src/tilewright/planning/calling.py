@@ -10,7 +10,7 @@ operation without a name has no canonical ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -91,8 +91,8 @@ class CallableGraph(PlanSelection):
             raise GraphError(f"graph {self.name!r}: got {name!r}; expected a tensor's name")
         found = {id(t): t for t in self.tensors if t.name == name}
         operation_name, _, port = name.rpartition("::")
-        for operation in walk(self.operations):
-            if operation_name and operation.name == operation_name:
+        for operation in walk(self.operations) if operation_name else ():
+            if operation.name == operation_name:
                 on_port = self._on_port(operation, port)
                 if on_port is not None:
                     found[id(on_port)] = on_port
@@ -122,8 +122,9 @@ class CallableGraph(PlanSelection):
             given = self._by_uid(named)
             made = self._new_outputs(tensor for tensor in self.outputs() if tensor.uid not in given)
             self._run({**given, **made}, workspace, handle)
-            shown = {tensor.uid: self._shown_name(tensor) for tensor in self.outputs()}
-            named.update({shown[uid]: buffer for uid, buffer in made.items()})
+            for tensor in self.outputs():
+                if tensor.uid in made:
+                    named[self._shown_name(tensor)] = made[tensor.uid]
             return named
         fixed_inputs, fixed_outputs = self._io_tuples
         if fixed_inputs is None:
@@ -198,17 +199,22 @@ class CallableGraph(PlanSelection):
 
         A name that several tensors bear, and that of a port of an unnamed operation, is no key.
         """
-        names = [tensor.name] if tensor.name else []
-        for operation in walk(self.operations):
-            ports = (*operation.outputs.items(), *operation.inputs.items())
-            names += [f"{operation.name}::{port}" for port, held in ports if held is tensor]
-        for name in names:
+        for name in self._names_of(tensor):
             try:
                 self.tensor_named(name)
             except GraphError:
                 continue
             return name
         return tensor.uid
+
+    def _names_of(self, tensor: Tensor) -> Iterator[str]:
+        """A tensor's own name, then its canonical ones, whether they mean it alone or not."""
+        if tensor.name:
+            yield tensor.name
+        for operation in walk(self.operations):
+            for port, held in (*operation.outputs.items(), *operation.inputs.items()):
+                if held is tensor:
+                    yield f"{operation.name}::{port}"
 
     def _new_outputs(self, tensors: Iterable[Tensor]) -> dict[int, Any]:
         import torch

@@ -152,6 +152,17 @@ def test_a_dict_that_was_filled_up_can_be_given_again(name: str) -> None:
     assert torch.equal(results[0], torch.relu(X - 7)) and torch.equal(results[1], 7 - X)
 
 
+def test_names_are_sought_for_what_a_call_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(handle=tw.create_handle("cpu"))
+    sought = []
+    shown = graph._shown_name
+    monkeypatch.setattr(graph, "_shown_name", lambda tensor: sought.append(tensor) or shown(tensor))
+    pack = graph({"sum::a": X, "sum::b": Y})
+    assert sought == graph.outputs()
+    graph(pack)
+    assert sought == graph.outputs()
+
+
 def test_a_numpy_float_is_a_number() -> None:
     graph = tw.Graph(io_data_type="float32", handle=tw.create_handle("cpu"))
     x, scale = graph.tensor((2, 3, 1, 4), name="x"), graph.tensor((1, 1, 1, 4), name="scale")
