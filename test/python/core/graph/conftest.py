@@ -1,8 +1,13 @@
-"""One right graph of every operation kind, for the tests that go over all of them."""
+"""One right graph of every operation kind, for the tests that go over all of them.
+
+Beside it, graph_cases/ holds wrong ones; it is importable from here on.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +19,8 @@ from tilewright.graph.enums import (
 )
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 Declare = Callable[[DeclaredGraph], None]
 _SAMPLES: dict[str, Declare] = {}

@@ -1,0 +1,1 @@
+"""Graphs that tests of declaration go through, right and wrong."""
