@@ -224,8 +224,8 @@ CASES: tuple[Case, ...] = (
         "G4",
         "an override reaches the executor or raises before any write",
         (
-            f"{PLANS}::test_an_override_reaches_the_executor",
-            f"{PLANS}::test_an_override_raises_before_any_write",
+            f"{P}/core/planning/test_overrides.py::test_an_override_reaches_the_executor",
+            f"{P}/core/planning/test_overrides.py::test_an_override_raises_before_any_write",
         ),
     ),
     Case(
