@@ -16,6 +16,7 @@ PLUGIN = f"{P}/core/testing/plugin"
 COMPARE = f"{P}/core/testing/compare"
 BINDER = f"{P}/core/launch/test_binder.py"
 DIRECT = f"{P}/core/launch/test_direct_calls.py"
+APART = f"{P}/core/launch/test_direct_calls_apart.py"
 FAMILIES = f"{P}/core/launch/test_compiled_families_on_gpu.py"
 RECORDS = f"{P}/core/artifact/test_plan_records.py"
 DEVICES = f"{P}/core/planning/test_synthetic_devices.py"
@@ -309,7 +310,7 @@ CASES: tuple[Case, ...] = (
         "the workspace overlaps no operand; disjoint slices pass",
         (
             f"{BINDER}::test_the_workspace_may_not_overlap_an_operand",
-            f"{DIRECT}::test_several_kernels_and_their_workspace",
+            f"{APART}::test_several_kernels_and_their_workspace",
             f"{BINDER}::test_an_output_may_not_overlap_another_operand",
             f"{BINDER}::test_interleaved_views_of_one_buffer_do_not_overlap",
         ),
@@ -354,8 +355,8 @@ CASES: tuple[Case, ...] = (
         "B13",
         "work goes to the operands' device and its stream; the caller's device is restored",
         (
-            f"{DIRECT}::test_work_goes_to_the_operands_device_and_its_stream",
-            f"{DIRECT}::test_the_short_way_leaves_another_current_device_to_the_binder",
+            f"{APART}::test_work_goes_to_the_operands_device_and_its_stream",
+            f"{APART}::test_the_short_way_leaves_another_current_device_to_the_binder",
             f"{P}/core/launch/test_two_devices.py",
             f"{P}/core/launch/test_streams.py",
         ),

@@ -1,7 +1,8 @@
-"""Graph files for the tests of the command line."""
+"""Graph files for the tests of the command line; drawn_graphs.py is importable from here on."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from tilewright import Graph
 from tilewright.cli.main import main
 from tilewright.graph import json_form
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 Build = Callable[[Graph], None]
 

@@ -143,3 +143,16 @@ def build(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
         return built.BuiltPlan(graph, named, torch.device(device))
 
     return make
+
+
+@pytest.fixture
+def norm(build: Any, make_kernel: Any) -> Callable[..., Any]:
+    """Return a function (*device) that builds the plan of ``norm_plan``."""
+
+    from launch_samples.norm import norm_graph, norm_plan
+
+    def built(*device: str) -> Any:
+        graph = norm_graph()
+        return build(graph, norm_plan(make_kernel, graph), *device)
+
+    return built
