@@ -22,6 +22,7 @@ RECORDS = f"{P}/core/artifact/test_plan_records.py"
 DEVICES = f"{P}/core/planning/test_synthetic_devices.py"
 PLANS = f"{P}/core/planning/test_plans.py"
 SDPA = f"{P}/sdpa/torch/test_sdpa_functions.py"
+PACKED = f"{P}/sdpa/torch/test_sdpa_sequence_functions.py"
 SEQUENCES = f"{P}/sdpa/aten/test_attention_sequences.py"
 ROPE = f"{P}/rope/triton/test_triton_rope"
 CHAINS = f"{P}/pointwise/triton/test_triton_pointwise"
@@ -298,7 +299,7 @@ CASES: tuple[Case, ...] = (
         "B5",
         "page tables of keys and of values are independent",
         (
-            f"{SDPA}::test_paged_keys_equal_dense_ones",
+            f"{PACKED}::test_paged_keys_equal_dense_ones",
             f"{ATTENTION}::test_a_sample_of_all_pairs",
             f"{ATTENTION_ON_GPU}::test_replay_reads_lengths_and_tables_as_they_are",
             f"{P}/sdpa/triton/test_triton_attention_functions.py::test_caches_are_read_by_the_kernels",
@@ -419,7 +420,7 @@ CASES: tuple[Case, ...] = (
         "B19",
         "holes of packed results are zero from functions, untouched from graphs",
         (
-            f"{SDPA}::test_origins_and_holes_of_packed_sequences",
+            f"{PACKED}::test_origins_and_holes_of_packed_sequences",
             f"{RAGGED}::test_holes_of_the_capacity_are_zero_and_nothing_waits",
             f"{ATTENTION}::test_a_sample_of_all_pairs",
         ),
@@ -528,8 +529,8 @@ CASES: tuple[Case, ...] = (
         "O2",
         "ragged attention, empty sequences, both orders of Stats",
         (
-            f"{SDPA}::test_packed_sequences_equal_a_reference_each",
-            f"{SDPA}::test_origins_and_holes_of_packed_sequences",
+            f"{PACKED}::test_packed_sequences_equal_a_reference_each",
+            f"{PACKED}::test_origins_and_holes_of_packed_sequences",
             f"{SEQUENCES}::test_ragged_backward",
             f"{HOPPER_SEQUENCES}::test_sequences_of_their_own_lengths",
             f"{P}/sdpa/triton/test_triton_attention_packed.py",
@@ -545,7 +546,7 @@ CASES: tuple[Case, ...] = (
         "decoding, with Stats and a merge that keeps the base",
         (
             f"{P}/sdpa/torch/test_sdpa_decode_function.py",
-            f"{SDPA}::test_merging_states",
+            f"{P}/sdpa/torch/test_merge_states.py::test_merging_states",
             f"{ATTENTION}::test_split_keys",
             f"{P}/sdpa/triton/test_triton_attention_decode.py",
             f"{P}/sdpa/triton/test_triton_attention_joined_on_gpu.py",
@@ -557,7 +558,7 @@ CASES: tuple[Case, ...] = (
         "O4",
         "paged keys and values, page sizes, unused entries",
         (
-            f"{SDPA}::test_paged_keys_equal_dense_ones",
+            f"{PACKED}::test_paged_keys_equal_dense_ones",
             f"{SEQUENCES}::test_paged_keys_and_values",
             ATTENTION_PAIRS,
             f"{ATTENTION_ON_GPU}::test_nan_beyond_lengths_and_in_free_slots_stays_there",
@@ -681,7 +682,7 @@ CASES: tuple[Case, ...] = (
         "report 5",
         "short segments of grouped heads",
         (
-            f"{SDPA}::test_packed_sequences_equal_a_reference_each",
+            f"{PACKED}::test_packed_sequences_equal_a_reference_each",
             f"{REPORTS}::test_5_short_segments_of_grouped_heads",
         ),
     ),
@@ -689,7 +690,7 @@ CASES: tuple[Case, ...] = (
         "report 6",
         "keys of no query get no gradient",
         (
-            f"{SDPA}::test_keys_of_no_query_get_exactly_zero_gradient",
+            f"{PACKED}::test_keys_of_no_query_get_exactly_zero_gradient",
             f"{REPORTS}::test_6_keys_of_no_query_get_no_gradient",
         ),
     ),
@@ -698,7 +699,7 @@ CASES: tuple[Case, ...] = (
         "a cache with NaN beyond its used part",
         (
             f"{SDPA}::test_padding_by_lengths_ignores_what_lies_beyond",
-            f"{SDPA}::test_paged_keys_equal_dense_ones",
+            f"{PACKED}::test_paged_keys_equal_dense_ones",
             f"{REPORTS}::test_7_a_cache_that_is_used_in_part",
             f"{REPORTS}::test_7_free_slots_of_a_last_page_and_padding_pages",
         ),
@@ -707,7 +708,7 @@ CASES: tuple[Case, ...] = (
         "report 8",
         "merging empty states",
         (
-            f"{SDPA}::test_merging_states",
+            f"{P}/sdpa/torch/test_merge_states.py::test_merging_states",
             f"{P}/sdpa/triton/test_triton_attention_functions.py::test_states_of_two_caches_merge",
         ),
     ),

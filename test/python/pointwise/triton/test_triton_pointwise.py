@@ -1,4 +1,4 @@
-"""Generated kernels: every mode at special values, layouts, reductions; interpreted without a GPU.
+"""Generated kernels: every mode at special values, layouts, declines; interpreted without a GPU.
 
 With a GPU the same cases run the compiled kernels.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from generated_graphs import DEVICE, HAS_GPU, MODES, draw, new_graph, run
 
 import tilewright as tw
-from tilewright.engines.triton import pointwise, pointwise_layout
 from tilewright.graph.operations.pointwise_modes import POINTWISE_MODES, PointwiseKind
-from tilewright.oracle import default_tolerance, evaluate
 
 pytestmark = [
     pytest.mark.L0,
@@ -26,100 +24,6 @@ pytestmark = [
     # numpy's, under the interpreter.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-
-HAS_GPU = os.path.exists("/dev/nvidiactl")
-DEVICE = "cuda" if HAS_GPU else "cpu"
-MODES = tw.reduction_mode
-
-
-def new_graph(dtype: Any = "float32") -> Any:
-    return tw.Graph(
-        io_data_type=dtype, intermediate_data_type="float32", handle=tw.create_handle(DEVICE)
-    )
-
-
-def draw(dim: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(dim, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def run(
-    graph: Any, feeds: dict[Any, torch.Tensor], *, kernels: int = 1, compares: bool = True
-) -> dict[Any, torch.Tensor]:
-    """Outputs of the Triton engine's plan (CPU tensors by graph tensor), once they are right.
-
-    Right is within the default tolerance of the type, element by element, relative to the
-    element; gaps between elements keep what they held.
-    """
-    graph.build()
-    verdict = next(v for v in graph.explain().verdicts if v.engine_name == "triton")
-    assert graph.selected_engine == "triton", verdict.reason
-    assert len(pointwise.plan(graph, (), 4).kernels) == kernels
-    feeds = {tensor: place(value, tensor.stride) for tensor, value in feeds.items()}
-    pack: dict[Any, torch.Tensor] = {
-        tensor: value if tensor.is_pass_by_value else on_device(value)
-        for tensor, value in feeds.items()
-    }
-    raws = {}
-    for tensor in graph.outputs():
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.dim, tensor.stride, strict=True))
-        dtype = tw.torch_dtypes.to_torch(tensor.data_type)
-        raw = torch.full((span * dtype.itemsize,), 0x5A, dtype=torch.uint8, device=DEVICE)
-        raws[tensor] = raw
-        pack[tensor] = raw.view(dtype).as_strided(tensor.dim, tensor.stride)
-    workspace = torch.full((graph.get_workspace_size() + 64,), 0xAB, dtype=torch.uint8)
-    workspace = workspace.to(DEVICE)
-    graph.execute(pack, workspace)
-    assert torch.all(workspace[-64:] == 0xAB), "nothing beyond the stated workspace is touched"
-    expected = evaluate(graph, feeds) if compares else {}
-    results = {}
-    for tensor, raw in raws.items():
-        got = results[tensor] = pack[tensor].cpu().clone()
-        if compares:
-            compare(tensor, got, expected[tensor.uid])
-        pack[tensor].copy_(torch.zeros_like(pack[tensor]))
-        flat = raw.view(got.dtype).view(torch.uint8).cpu()
-        elements = torch.zeros(flat.numel() // got.element_size(), dtype=torch.bool)
-        elements.as_strided(tensor.dim, tensor.stride).fill_(True)
-        gaps = flat.view(-1, got.element_size())[~elements]
-        assert torch.all(gaps == 0x5A), f"{tensor}: a gap was written"
-    return results
-
-
-def place(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A copy with this stride."""
-    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, stride, strict=True))
-    buffer = torch.zeros(span, dtype=value.dtype).as_strided(value.shape, stride)
-    shown = tuple(slice(1) if s == 0 else slice(None) for s in stride)
-    buffer[shown] = value[shown]
-    return buffer
-
-
-def on_device(value: torch.Tensor) -> torch.Tensor:
-    """A copy of what is placed, with its stride."""
-    flat = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,))
-    return flat.to(DEVICE).as_strided(value.shape, value.stride())
-
-
-def compare(tensor: Any, got: torch.Tensor, want: torch.Tensor) -> None:
-    want = want.double()
-    tolerance = default_tolerance(tensor.data_type)
-    if tensor.data_type.is_floating:
-        limit = tensor.data_type.layout.largest
-        is_fp8 = tensor.data_type.bits == 8
-        rounded = (want.clamp(-limit, limit) if is_fp8 else want).to(got.dtype).double()
-    else:
-        rounded = want
-    got = got.double()
-    off = (got - rounded).abs() > tolerance * rounded.abs().clamp(min=1.0)
-    same = (got == rounded) | (got.isnan() & rounded.isnan())
-    wrong = torch.where(rounded.isfinite() & got.isfinite(), off, ~same)
-    if wrong.any():
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{tensor}: {int(wrong.sum())} wrong, at {where}: {got[where]}, not {rounded[where]}"
-        )
-
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 1e-30, -4.0, 22.0, 88.0, -88.0, 1e4, -1e4, -0.75]
 SPECIAL += [1e30, -1e30, math.pi, math.inf, -math.inf, math.nan]
@@ -279,71 +183,6 @@ def test_moves_are_addressing() -> None:
     graph.transpose(cut, (2, 0, 1)).set_output(True)
     graph.add(split, s).set_output(True)
     run(graph, {x: value, s: draw((4, 3, 1), seed=1)}, kernels=2)
-
-
-REDUCED = [((3, 40), (3, 1)), ((40, 3), (1, 3)), ((2, 3, 4, 5), (1, 3, 1, 1)), ((7, 300), (1, 1))]
-
-
-@pytest.mark.parametrize(("dim", "out"), REDUCED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_reduction(dim: tuple[int, ...], out: tuple[int, ...], dtype: torch.dtype) -> None:
-    graph = new_graph(dtype)
-    value = draw(dim, dtype)
-    value.flatten()[:: value.numel() // 4] = 0.0
-    x = graph.tensor_like(value)
-    small = graph.mul(x, graph.tensor_scalar(1.5))
-    for mode in MODES:
-        if mode not in (MODES.NOT_SET, MODES.MUL):
-            graph.reduction(small, mode, name=mode.name).set_dim(out).set_output(True)
-    run(graph, {x: value})
-    graph = new_graph("int32")
-    whole = torch.randint(-99, 99, dim, generator=torch.Generator().manual_seed(1)).int()
-    x = graph.tensor_like(whole)
-    for mode in (MODES.ADD, MODES.MAX, MODES.MIN, MODES.AMAX, MODES.NORM1, MODES.AVG):
-        graph.reduction(x, mode).set_dim(out).set_output(True)
-    run(graph, {x: whole})
-
-
-def test_reductions_propagate_nan_and_infinities() -> None:
-    graph = new_graph()
-    value = draw((4, 9))
-    value[0, 3], value[1, 4], value[2, 5] = math.nan, math.inf, -math.inf
-    x = graph.tensor_like(value)
-    for mode in (MODES.MAX, MODES.MIN, MODES.AMAX, MODES.ADD):
-        graph.reduction(x, mode).set_dim((4, 1)).set_output(True)
-    run(graph, {x: value})
-
-
-LONG = [((2, 9000), (2, 1)), ((300, 70), (1, 70)), ((40, 3, 300), (1, 3, 1)), ((20001,), (1,))]
-
-
-@pytest.mark.parametrize(("dim", "out"), LONG, ids=str)
-@pytest.mark.parametrize("programs", [0, 8])
-def test_long_reductions_walk_tiles_and_split(
-    dim: tuple[int, ...], out: tuple[int, ...], programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One kernel with a loop where there are programs enough, else parts and a kernel that joins.
-    monkeypatch.setattr(pointwise_layout, "_PROGRAMS_A_MULTIPROCESSOR", programs)
-    graph = new_graph("float16")
-    value, other = draw(dim, torch.float16), draw(out, torch.float16, seed=1)
-    x, y = graph.tensor_like(value), graph.tensor_like(other)
-    shifted = graph.add(x, y).set_output(True)
-    graph.neg(y).set_output(True)
-    total = graph.reduction(shifted, MODES.AVG).set_dim(out).set_data_type("float32")
-    graph.mul(graph.sqrt(graph.abs(total)), y).set_output(True)
-    graph.reduction(shifted, MODES.MAX).set_dim(out).set_output(True)
-    graph.reduction(graph.cmp_gt(x, y), MODES.ADD).set_dim(out).set_output(True)
-    run(graph, {x: value, y: other}, kernels=2 if programs else 1)
-
-
-def test_a_softmax_is_one_kernel() -> None:
-    graph = new_graph("bfloat16")
-    value = draw((5, 3, 70), torch.bfloat16).transpose(0, 1) * 4
-    x = graph.tensor((3, 5, 70), value.stride())
-    top = graph.reduction(x, MODES.MAX).set_dim((3, 5, 1))
-    part = graph.exp(graph.sub(x, top))
-    graph.div(part, graph.reduction(part, MODES.ADD).set_dim((3, 5, 1))).set_output(True)
-    run(graph, {x: value})
 
 
 def test_the_first_operand_may_be_overwritten() -> None:

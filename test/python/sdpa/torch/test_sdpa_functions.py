@@ -2,110 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from dense_attention import TOLERANCE, check_call, close, draw, reference, visible
 
 import tilewright as tw
 from tilewright import ops
 from tilewright.ops.plan_cache import plan_count
 
 pytestmark = pytest.mark.L0
-
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, tol: float) -> None:
-    expected = expected.detach()
-    assert actual.shape == expected.shape
-    assert torch.equal(torch.isinf(actual), torch.isinf(expected))
-    finite = torch.isfinite(expected)
-    bound = tol * max(expected[finite].abs().max().item() if finite.any() else 0.0, 1.0)
-    error = (actual.double() - expected)[finite].abs().max().item() if finite.any() else 0.0
-    assert error <= bound, f"error {error:.3e} over {bound:.3e}"
-
-
-def visible(
-    rows: int,
-    keys: int,
-    *,
-    causal: bool = False,
-    align: str = "top_left",
-    window: tuple[int | None, int | None] | None = None,
-) -> torch.Tensor:
-    """Row by row and key by key, from the words of the documentation."""
-    shift = keys - rows if align == "bottom_right" else 0
-    left, right = window or (None, None)
-    table = torch.ones(rows, keys, dtype=torch.bool)
-    for i, j in itertools.product(range(rows), range(keys)):
-        row = i + shift
-        hidden = (causal and j > row) or (left is not None and j < row - left)
-        hidden = hidden or (right is not None and j > row + right)
-        table[i, j] = not hidden
-    return table
-
-
-def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    may: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense float64 attention and its log-sum-exp, differentiable."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    if bias is not None:
-        scores = scores + bias
-    if slopes is not None:
-        rows, keys = scores.shape[-2:]
-        distance = torch.arange(keys)[None, :] - torch.arange(rows)[:, None]
-        scores = scores + slopes.view(1, -1, 1, 1) * distance
-    if may is not None:
-        scores = scores.masked_fill(~may, -math.inf)
-    joined = scores
-    if sink is not None:
-        column = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        joined = torch.cat((scores, column), -1)
-    stats = torch.logsumexp(joined, -1)
-    level = torch.where(torch.isneginf(stats), torch.zeros_like(stats), stats)
-    weights = torch.exp(scores - level.unsqueeze(-1))
-    return weights @ v, stats
-
-
-def check_call(
-    tensors: dict[str, torch.Tensor], call: Any, expected: Any, generator: torch.Generator
-) -> None:
-    """Values, Stats and all gradients (a loss on O and on Stats) of one call."""
-    dtype = tensors["q"].dtype
-    given = {name: t.clone().requires_grad_() for name, t in tensors.items()}
-    wide = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    o, stats = call(**given)
-    o_ref, stats_ref = expected(**wide)
-    tol = TOLERANCE[dtype]
-    close(o, o_ref, tol)
-    close(stats, stats_ref, min(tol, 1e-2))
-    do = draw(generator, *o.shape, dtype=dtype)
-    dstats = torch.where(torch.isfinite(stats_ref), draw(generator, *stats.shape).double(), 0.0)
-    torch.autograd.backward([o, stats], [do, dstats.to(stats.dtype)])
-    torch.autograd.backward([o_ref, stats_ref], [do.double(), dstats])
-    for name in tensors:
-        close(given[name].grad, torch.nan_to_num(wide[name].grad), 3 * tol)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -251,95 +159,6 @@ def test_lengths_and_sinks_may_be_views() -> None:
         assert torch.equal(ops.sdpa(q, k, v, seqlens_kv=lengths, sink=sinks[::2]), expected)
 
 
-@pytest.mark.parametrize("stats_layout", ["head_major", "token_major"])
-def test_packed_sequences_equal_a_reference_each(stats_layout: str) -> None:
-    # Field report 5, backward too; the gradient of Stats included.
-    generator = torch.Generator().manual_seed(9)
-    cu_q, cu_kv = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 3, 3, 8])
-    tensors = {
-        "q": draw(generator, 2, 9, 64),
-        "k": draw(generator, 8, 3, 64),
-        "v": draw(generator, 8, 3, 64),
-    }
-
-    def packed(q: Any, k: Any, v: Any) -> Any:
-        return ops.sdpa_varlen(
-            q, k, v, cu_q, cu_kv, 1, 5, causal=True, return_stats=True, stats_layout=stats_layout
-        )
-
-    def one_by_one(q: Any, k: Any, v: Any) -> Any:
-        os, all_stats = [], []
-        for b in range(3):
-            rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_kv[b], cu_kv[b + 1])
-            if cu_q[b] == cu_q[b + 1]:
-                continue
-            parts = [t.transpose(0, 1).unsqueeze(0) for t in (q[rows], k[keys], v[keys])]
-            may = visible(parts[0].shape[2], parts[1].shape[2], causal=True)
-            o, stats = reference(*parts, may=may)
-            os.append(o[0].transpose(0, 1))
-            all_stats.append(stats[0])
-        stats = torch.cat(all_stats, -1)
-        return torch.cat(os), stats.t() if stats_layout == "token_major" else stats
-
-    check_call(tensors, packed, one_by_one, generator)
-
-
-def test_keys_of_no_query_get_exactly_zero_gradient() -> None:
-    # Field report 6.
-    generator = torch.Generator().manual_seed(10)
-    cu_q = torch.tensor([0, 0, 1208, 2048, 2048], dtype=torch.int32)
-    cu_kv = torch.tensor([0, 2538, 4280, 5120, 8192], dtype=torch.int32)
-    q = draw(generator, 2048, 4, 256).requires_grad_()
-    k, v = (draw(generator, 8192, 1, 256).requires_grad_() for _ in range(2))
-    ops.sdpa_varlen(q, k, v, cu_q, cu_kv, 1208, 3072).sum().backward()
-    for grad in (k.grad, v.grad):
-        assert torch.count_nonzero(grad[:2538]) == 0 and torch.count_nonzero(grad[5120:]) == 0
-        assert torch.count_nonzero(grad[2538:5120]) > 0
-
-
-def test_origins_and_holes_of_packed_sequences() -> None:
-    # O2: prefix sums need not start at 0; rows of no sequence give 0 and -inf.
-    generator = torch.Generator().manual_seed(11)
-    q, k, v = (draw(generator, 10, 2, 8) for _ in range(3))
-    cu_q, cu_kv = torch.tensor([2, 5, 9]), torch.tensor([1, 4, 10])
-    o, stats = ops.sdpa_varlen(q, k, v, cu_q, cu_kv, 4, 6, return_stats=True)
-    outside = torch.tensor([0, 1, 9])
-    assert torch.count_nonzero(o[outside]) == 0 and torch.isneginf(stats[:, outside]).all()
-    parts = [t[None].transpose(1, 2).double() for t in (q[2:5], k[1:4], v[1:4])]
-    close(o[2:5], reference(*parts)[0][0].transpose(0, 1), 1e-5)
-    with pytest.raises(tw.BindingError, match="reaches element 159"):
-        ops.sdpa_varlen(q, k[:9], v[:9], cu_q, cu_kv, 4, 6)
-
-
-@pytest.mark.parametrize("page", [1, 3, 4, 16])
-def test_paged_keys_equal_dense_ones(page: int) -> None:
-    # O4 and field report 7: distinct tables, NaN in free slots, wild indices past the used pages.
-    generator = torch.Generator().manual_seed(page)
-    lengths = torch.tensor([13, 1, 0, 8], dtype=torch.int32)
-    pages = -(-16 // page)
-    q = draw(generator, 4, 4, 2, 16)
-    k, v = draw(generator, 4, 2, pages * page, 16), draw(generator, 4, 2, pages * page, 16)
-    count = 4 * pages
-    k_pages = torch.full((count, page, 2, 16), math.nan)
-    v_pages = torch.full((count, page, 2, 16), math.nan)
-    tables = {}
-    for name, dense, pool in (("k", k, k_pages), ("v", v, v_pages)):
-        order = torch.randperm(count, generator=generator).to(torch.int32).view(4, pages)
-        for b, used in enumerate(lengths.tolist()):
-            for t in range(used):
-                pool[order[b, t // page], t % page] = dense[b, :, t]
-            order[b, -(-used // page) :] = 2**30
-        tables[name] = order
-    o, stats = ops.sdpa_paged(
-        q, k_pages, v_pages, tables["k"], lengths, v_page_table=tables["v"], return_stats=True
-    )
-    expected, expected_stats = ops.sdpa(
-        q, k, v, align="bottom_right", seqlens_kv=lengths, return_stats=True
-    )
-    close(o, expected.double(), 1e-6)
-    close(stats, expected_stats.double(), 1e-6)
-
-
 def test_dropout_replays_by_seed_and_offset() -> None:
     # Field report 16.
     generator = torch.Generator().manual_seed(12)
@@ -442,28 +261,6 @@ def test_padding_a_head_keeps_the_scale() -> None:
         )
 
 
-def test_merging_states() -> None:
-    # Field report 8 and 3.1 of FlashAttention: two halves of the keys give the whole.
-    generator = torch.Generator().manual_seed(17)
-    q, k, v = (draw(generator, 1, 2, 4, 8).requires_grad_() for _ in range(3))
-    parts = [
-        ops.sdpa(q, k[:, :, s], v[:, :, s], return_stats=True) for s in (slice(0, 1), slice(1, 4))
-    ]
-    o, stats = ops.merge_states(*parts[0], *parts[1])
-    whole, whole_stats = ops.sdpa(q, k, v, return_stats=True)
-    torch.testing.assert_close(o, whole)
-    torch.testing.assert_close(stats, whole_stats)
-    grads = torch.autograd.grad(o.square().sum() + stats.sum(), (q, k, v))
-    whole_grads = torch.autograd.grad(whole.square().sum() + whole_stats.sum(), (q, k, v))
-    for grad, expected in zip(grads, whole_grads, strict=True):
-        torch.testing.assert_close(grad, expected)
-    empty = torch.full((1, 2, 4, 8), math.nan), torch.full((1, 2, 4), -math.inf)
-    o, stats = ops.merge_states(*empty, *empty)
-    assert torch.count_nonzero(o) == 0 and torch.isneginf(stats).all()
-    o, stats = ops.merge_states(*empty, *(t.detach() for t in parts[1]))
-    assert torch.equal(o, parts[1][0]) and torch.equal(stats, parts[1][1])
-
-
 def test_out_engine_and_layout_of_the_result() -> None:
     generator = torch.Generator().manual_seed(18)
     q, k, v = (draw(generator, 2, 4, 3, 8).transpose(1, 2) for _ in range(3))
@@ -502,28 +299,6 @@ def test_the_gate_may_be_the_buffer_of_out() -> None:
     assert torch.equal(gate, expected)
 
 
-def test_merging_two_empty_states_has_zero_gradients() -> None:
-    empty = [torch.full((2,), -torch.inf, requires_grad=True) for _ in range(2)]
-    parts = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
-    o, stats = ops.merge_states(parts[0], empty[0], parts[1], empty[1])
-    assert torch.equal(o, torch.zeros(2, 3)) and torch.equal(stats, torch.full((2,), -torch.inf))
-    (o.sum() + stats.exp().sum()).backward()
-    for tensor in (*empty, *parts):
-        assert tensor.grad is not None and torch.equal(tensor.grad, torch.zeros_like(tensor))
-
-
-def test_the_gradients_of_an_empty_state_that_holds_nan_are_zero() -> None:
-    nothing = torch.full((1, 3), torch.nan, requires_grad=True)
-    empty = torch.full((1,), -torch.inf, requires_grad=True)
-    o, stats = torch.ones(1, 3, requires_grad=True), torch.zeros(1, requires_grad=True)
-    joined, total = ops.merge_states(nothing, empty, o, stats)
-    assert torch.equal(joined, o) and torch.equal(total, stats)
-    (joined.sum() + total.sum()).backward()
-    for tensor, expected in ((nothing, 0.0), (empty, 0.0), (o, 1.0), (stats, 1.0)):
-        assert tensor.grad is not None
-        assert torch.equal(tensor.grad, torch.full_like(tensor, expected))
-
-
 def test_a_soft_cap_of_float64_scores_is_float64() -> None:
     generator = torch.Generator().manual_seed(35)
     q, k, v = (torch.randn(1, 2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -531,15 +306,6 @@ def test_a_soft_cap_of_float64_scores_is_float64() -> None:
     scores = 0.1 * torch.tanh(q @ k.transpose(-1, -2) / 0.1)
     expected = scores.softmax(-1) @ v
     assert (ops.sdpa(q, k, v, scale=1.0, soft_cap=0.1) - expected).abs().max() <= 1e-14
-
-
-def test_no_sequence_of_pages() -> None:
-    pages = torch.ones(3, 4, 2, 8)
-    table, lengths = torch.zeros(0, 5, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    o, stats = ops.sdpa_paged(
-        torch.ones(0, 4, 1, 8), pages, pages, table, lengths, return_stats=True
-    )
-    assert o.shape == (0, 4, 1, 8) and stats.shape == (0, 4, 1)
 
 
 def test_a_buffer_that_requires_grad_is_written_without_autograd() -> None:
