@@ -573,6 +573,7 @@ CASES: tuple[Case, ...] = (
         "8-bit attention with scales and amax",
         (
             f"{P}/sdpa/aten/test_attention_eight_bit.py",
+            f"{P}/sdpa/aten/test_attention_mxfp8.py",
             f"{P}/sdpa/hopper/test_hopper_fp8.py",
             f"{P}/sdpa/hopper/test_hopper_fp8_on_gpu.py",
             f"{FAMILIES}::test_wide_strides_read_and_write_no_decoy",

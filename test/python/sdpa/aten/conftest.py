@@ -2,13 +2,16 @@
 
 Each output of a run lies in a larger buffer of sentinel bytes; a run checks that nothing but the
 declared elements changed, that no input changed, and that no declared element was left out.
+Helpers that lie here are importable.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,8 @@ from tilewright.engines.aten.attention_fp8 import compose_fp8_backward, compose_
 from tilewright.engines.aten.attention_mxfp8 import compose_mxfp8_backward, compose_mxfp8_forward
 from tilewright.engines.aten.attention_spec import read_spec
 from tilewright.torch_dtypes import to_torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
