@@ -5,11 +5,12 @@
 bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two products of
 2 S^2 D a head, half of that under a causal mask. A window's time is also given over its visible
 fraction of the triangle's (of_visible). Ragged lengths come from a heavy tail, 64k tokens in all.
-Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, TB/s of what has
-to be read. cuDNN is called through PyTorch and through its own front end, where that is installed;
-ratios are to the quicker. One run measures everything, on the same inputs, medians of interleaved
-rounds with a cold L2, after a comparison of results. Writes attention.csv under
-benchmark/results/<device>/. With --build it only compiles, so that parts can do so side by side.
+Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, as long as
+declared, unevenly so or all a quarter, TB/s of what has to be read. cuDNN is called through PyTorch
+and through its own front end, where that is installed; ratios are to the quicker. One run measures
+everything, on the same inputs, medians of interleaved rounds with a cold L2, after a comparison of
+results. Writes attention.csv under benchmark/results/<device>/. With --build it only compiles, so
+that parts can do so side by side.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ TOLERANCE = 3e-2
 RAGGED_TOKENS, LONGEST, SHORTEST = 65536, 8192, 16
 WINDOW, WINDOW_LENGTH = 1024, 16384
 DECODE = {"batch": 8, "heads": 32, "heads_kv": 8, "depth": 128}
-UNEVEN = (1.0, 0.125, 0.0625, 0.5, 0.03, 0.125, 0.25, 0.004)
+# Lengths of the sequences that decode, of the longest that is declared.
+SHARES = {
+    "even": (1.0,) * 8,
+    "uneven": (1.0, 0.125, 0.0625, 0.5, 0.03, 0.125, 0.25, 0.004),
+    "quarter": (0.25,) * 8,
+}
 
 
 def normal(*dim: int, seed: int) -> torch.Tensor:
@@ -258,7 +264,7 @@ def decode(table: Table | None, page: int) -> None:
     for length in (4096, 32768):
         q = normal(batch, heads, 1, depth, seed=1)
         k, v = (normal(batch, heads_kv, length, depth, seed=seed) for seed in (2, 3))
-        for kind, shares in (("even", (1.0,) * batch), ("uneven", UNEVEN)):
+        for kind, shares in SHARES.items():
             used = torch.tensor([int(length * share) for share in shares]).int().cuda()
             moved = int(used.sum()) * heads_kv * depth * 2 * 2
             source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
@@ -266,7 +272,7 @@ def decode(table: Table | None, page: int) -> None:
             if kind == "even" and table is not None:
                 peers |= torch_peers(q, k, v, enable_gqa=True)
             expected = None if table is None else decoded(q, k, v, used)
-            if expected is not None and kind == "uneven" and not page:
+            if expected is not None and kind != "even" and not page:
                 # PyTorch has no call of cuDNN for it.
                 out, lengths = torch.empty_like(q), (torch.ones_like(used), used)
                 front = functools.partial(cudnn_frontend.attention, q, k, v, out, lengths=lengths)

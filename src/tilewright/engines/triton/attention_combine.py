@@ -37,7 +37,7 @@ def attention_combine(
     O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     STATS_LOG2: tl.constexpr, IS_EARLY: tl.constexpr,
-    IS_DEALT: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    IS_DEALT: tl.constexpr, IS_SHARED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One program a (batch, query head): its rows' sums over all runs, RUN_BLOCK at a time."""
     heads = heads_kv * group
@@ -58,7 +58,11 @@ def attention_combine(
         count_kv = sequence_length(
             len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM
         )
-        count = tl.where(count_q > 0, tl.cdiv(tl.cdiv(count_kv, BLOCK_N), run), 0)
+        blocks = tl.cdiv(count_kv, BLOCK_N)
+        if not IS_SHARED:
+            # A program each, of as many blocks as all have to take.
+            run = tl.maximum(tl.cdiv(blocks, all_runs), 1)
+        count = tl.where(count_q > 0, tl.cdiv(blocks, run), 0)
         first_slot, slot_step = (batch * heads_kv + head // group) * all_runs, 1
     row = tl.arange(0, ROW_BLOCK)
     in_declared = row < rows

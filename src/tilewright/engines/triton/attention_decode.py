@@ -283,6 +283,8 @@ def decode_plan(
     ]
     pieces_at = [piece.offset_bytes for piece in plan_workspace(scratch).pieces]
     is_direct = is_split and is_aligned and config.is_direct
+    # More runs than there is room for at once.
+    is_shared = units * runs > sharing.programs
     is_mapped = is_split and is_aligned and sharing.has_maps and not is_direct
     is_mapped = is_mapped and _moves_whole_blocks(spec, config.block_n)
 
@@ -315,6 +317,7 @@ def decode_plan(
             WIDTH_BLOCK=power_of_two(width),
             IS_EARLY=is_split and sharing.is_early,
             IS_DEALT=not is_direct,
+            IS_SHARED=is_shared,
             IS_TRANSPOSED=is_direct,
             ROWS=DIRECT_ROWS if tile <= DIRECT_ROWS else config.block_m,
         )
@@ -331,14 +334,11 @@ def decode_plan(
 
         given.number("scale", spec.scale * LOG2_E.value)
         kernel, grid = attention_decode_direct, (runs, spec.heads_kv, spec.batch)
-        # More runs than there is room for at once.
-        is_shared = units * runs > sharing.programs
-        given.constant(IS_SHARED=is_shared)
         given.extent("programs", sharing.programs)
         if is_shared:
             grid = (programs, 1, 1)
         else:
-            given.unused("batches", "all_runs", "programs")
+            given.unused("batches", "run", "all_runs", "programs")
     first = given.planned(kernel, grid, config.warps, config.stages)
     first = replace(first, spec=replace(first.spec, max_registers=sharing.max_registers))
     if not is_split:

@@ -1,9 +1,9 @@
 """Blocks asked for in the second-level cache before a warp's loop loads them into registers.
 
-A warp has one block under way. Where sequences are about as long as declared, all warps together
-have as much under way as the memory gives. Where most are much shorter, it is the longest ones'
-warps that take the time: these ask for a block more. What is asked for leaves the cache first, so
-that it pushes out little that was written before; nothing that is computed depends on it.
+A warp has one block under way. While all sequences are read, all warps together have as much under
+way as the memory gives. Once the short ones are done it is the longest ones' warps that take the
+time: these ask for a block more. What is asked for leaves the cache first, so that it pushes out
+little that was written before; nothing that is computed depends on it.
 
 Source: PTX ISA, cp.async.bulk.prefetch (SM90 and newer), whose bytes follow one another.
 """
@@ -27,14 +27,19 @@ def one_a_thread(warps):
 
 
 @gluon.jit
-def are_short(
-    len_kv, batches, len_kv_step, keys, IS_SUM: gl.constexpr, WARPS: gl.constexpr
+def ahead_from(
+    count, len_kv, batches, len_kv_step, keys, IS_SUM: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """True if at most half of the declared keys are there, by the first 32 sequences."""
+    """Keys of a sequence of ``count`` after which a block more is asked for, 0 or more.
+
+    As many as it has less than twice the mean of the first 32 sequences: all where lengths are
+    equal, and none where it is twice as long as the others are.
+    """
     index = gl.arange(0, LENGTHS, layout=one_a_thread(WARPS))
     counts = length_of(len_kv, gl.minimum(index, batches - 1), len_kv_step, keys, IS_SUM)
-    counts = gl.where(index < batches, counts, 0)
-    return gl.sum(counts, 0) * 2 <= keys * gl.minimum(batches, LENGTHS)
+    total = gl.sum(gl.where(index < batches, counts.to(gl.float32), 0.0), 0)
+    mean = total / gl.minimum(batches, LENGTHS).to(gl.float32)
+    return gl.maximum(2.0 * mean - count.to(gl.float32), 0.0).to(gl.int32)
 
 
 @gluon.jit

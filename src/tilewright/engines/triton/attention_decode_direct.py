@@ -3,38 +3,78 @@
 A program is one warp, so that many of them share a multiprocessor and none waits for another.
 ``attention_decode_side`` has what it loads and multiplies.
 
-A run of keys is as long as the declaration says, so that no result depends on the sequences beside
-it. Where all runs have room at once, each is a program's, which knows it by its number. Where they
-have not, a program takes some that follow one another, as many as all have to, so that none is
-left: that follows from the lengths, and each program works it out for itself.
+Where all runs of the declared keys have room at once, each is a program's, which knows it by its
+number, and a shorter sequence has as many, which are shorter. Where they have not, a run is as long
+as the declaration says, and a program takes some that follow one another, as many as all have to,
+so that none is left: that follows from the lengths, and each program works it out for itself.
+No result depends on the sequences beside it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewright.engines.triton.attention_decode_ahead import ahead_from, ask, follow
 from tilewright.engines.triton.attention_decode_side import (
     N,
+    add_values,
+    keys_of,
     length_of,
     load,
+    no_sums,
     page_of,
     queries_of,
+    run_size,
     score_layout,
+    scores_of,
     sides_of,
-    sum_keys,
     sum_layout,
+    values_of,
+    weigh,
 )
 
 
 @gluon.jit
+def sum_keys(
+    query, k_side, v_side, next_k, next_v, k_page, v_page, start, stop, end, ahead, scale,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Sums of keys [start, stop), and the blocks and pages that come next, up to ``end``.
+
+    From the key ``ahead`` on, if that is known, the block behind the next one is asked for as well.
+    """
+    dtype: gl.constexpr = query.dtype
+    acc, total, top = no_sums(DV, BLOCK_M, ROWS, 1)
+    if ahead is not None:
+        if start >= ahead:
+            ask(k_side, start + N, end, k_page, 1)
+            ask(v_side, start + N, end, v_page, 1)
+    for key in range(start, stop, N):
+        key = gl.to_tensor(key)
+        if ahead is not None:
+            if key >= ahead:
+                ask(k_side, key + 2 * N, end, k_page, 1)
+                ask(v_side, key + 2 * N, end, v_page, 1)
+        score = scores_of(query, keys_of(next_k, dtype, D, 1), BLOCK_M, 1)
+        next_k = load(k_side, key + N, end, k_page)
+        k_page = page_of(k_side, key + 2 * N, end)
+        weights, fade, total, top = weigh(score, key, end, total, top, scale, 1)
+        values = values_of(next_v, dtype, DV, 1)
+        acc = add_values(acc, values, weights, fade, ROWS, 1)
+        next_v = load(v_side, key + N, end, v_page)
+        v_page = page_of(v_side, key + 2 * N, end)
+    return acc, total, top, next_k, next_v, k_page, v_page
+
+
+@gluon.jit
 def sum_run(
-    query, k_side, v_side, next_k, next_v, k_page, v_page, start, stop, end, scale,
+    query, k_side, v_side, next_k, next_v, k_page, v_page, start, stop, end, ahead, scale,
     batch, key_head, heads_kv, runs, number, group, rows, part_acc, part_total, part_top,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Store the sums of keys [start, stop); the blocks and pages that come next, up to ``end``."""
     acc, total, top, next_k, next_v, k_page, v_page = sum_keys(
-        query, k_side, v_side, next_k, next_v, k_page, v_page, start, stop, end, scale,
-        D, DV, BLOCK_M, ROWS, 1,
+        query, k_side, v_side, next_k, next_v, k_page, v_page, start, stop, end, ahead, scale,
+        D, DV, BLOCK_M, ROWS,
     )  # fmt: skip
     in_row: gl.constexpr = gl.SliceLayout(1, score_layout(1))
     layout: gl.constexpr = sum_layout(1)
@@ -97,8 +137,9 @@ def attention_decode_direct(
         first = run_number * size
     else:
         run_number, key_head, batch = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-        first = run_number * run * N
         count_kv = length_of(len_kv, batch, len_kv_step, keys, LEN_KV_IS_SUM)
+        size = run_size(count_kv, gl.num_programs(0))
+        first = run_number * size
         count_q = length_of(len_q, batch, len_q_step, rows, LEN_Q_IS_SUM)
     k_side, v_side = sides_of(
         k, v, k_table, v_table, batch, key_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -114,9 +155,14 @@ def attention_decode_direct(
     if IS_SHARED:
         end = gl.minimum(count_kv, first + each * size)
     else:
-        end = gl.minimum(count_kv, first + run * N)
+        end = gl.minimum(count_kv, first + size)
     if count_q <= 0:
         end = first
+    ahead = None
+    if not IS_SHARED and len_kv is not None and k_table is None:
+        late = ahead_from(count_kv, len_kv, gl.num_programs(2), len_kv_step, keys, LEN_KV_IS_SUM, 1)
+        late = late // gl.num_programs(0)
+        ahead = gl.where(follow(k_side) & follow(v_side), first + late, end)
     if IS_EARLY:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r,~{memory}",
@@ -132,14 +178,15 @@ def attention_decode_direct(
                 number = gl.to_tensor(number)
                 next_k, next_v, k_page, v_page = sum_run(
                     query, k_side, v_side, next_k, next_v, k_page, v_page,
-                    number * size, gl.minimum(number * size + size, end), end, scale,
+                    number * size, gl.minimum(number * size + size, end), end, None, scale,
                     batch, key_head, heads_kv, all_runs, number, group, rows,
                     part_acc, part_total, part_top,
                     D, DV, BLOCK_M, ROWS,
                 )  # fmt: skip
         else:
             sum_run(
-                query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, end, scale,
+                query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, end, ahead,
+                scale,
                 batch, key_head, heads_kv, gl.num_programs(0), run_number, group, rows,
                 part_acc, part_total, part_top,
                 D, DV, BLOCK_M, ROWS,

@@ -5,18 +5,18 @@
 A warp has a run of keys, as in ``attention_decode_direct``, and waits for no other while it sums.
 The runs of a sequence's key head are a cluster, whose programs run at the same time: each joins its
 share of the dimensions, which all warps send it (``cluster_exchange``). There is no second kernel,
-and nothing goes through the workspace. A run is as long as the declaration says, so that no result
-depends on the sequences beside it. With few programs of several warps a call begins sooner than
-with as many as there are runs.
+and nothing goes through the workspace. All of a cluster's warps share a sequence's keys, however
+many there are; no result depends on the sequences beside it. With few programs of several warps a
+call begins sooner than with as many as there are runs.
 
-Where lengths are short, a block more is asked for in the second-level cache
+A sequence that outlasts the others asks for a block more in the second-level cache
 (``attention_decode_ahead``), if the rows of a block follow one another.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewright.engines.triton.attention_decode_ahead import are_short, ask, follow
+from tilewright.engines.triton.attention_decode_ahead import ahead_from, ask, follow
 from tilewright.engines.triton.attention_decode_join import send_sums, store_joined
 from tilewright.engines.triton.attention_decode_side import (
     N,
@@ -27,6 +27,7 @@ from tilewright.engines.triton.attention_decode_side import (
     no_sums,
     page_of,
     queries_of,
+    run_size,
     scores_of,
     sides_of,
     there,
@@ -45,13 +46,13 @@ from tilewright.engines.triton.cluster_exchange import (
 
 @gluon.jit
 def sum_run(
-    query, k_side, v_side, next_k, next_v, k_page, v_page, start, end, is_ahead, scale,
+    query, k_side, v_side, next_k, next_v, k_page, v_page, start, end, ahead, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
     WARPS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Sums of keys [start, end); the next block is asked for as soon as this one is there.
 
-    ``is_ahead``: and the one behind it in the second-level cache.
+    From the key ``ahead`` on, so is the one behind it in the second-level cache.
 
     The assembler waits for all that was asked for where the loop begins again, so it is asked for
     early: values not after the product with those before them.
@@ -61,7 +62,7 @@ def sum_run(
     if AHEAD:
         k_page_2 = page_of(k_side, start + 2 * N, end)
         v_page_2 = page_of(v_side, start + 2 * N, end)
-        if is_ahead:
+        if start >= ahead:
             ask(k_side, start + N, end, k_page, WARPS)
             ask(v_side, start + N, end, v_page, WARPS)
     for key in range(start, end, N):
@@ -73,7 +74,7 @@ def sum_run(
             k_page, v_page = k_page_2, v_page_2
             k_page_2 = page_of(k_side, key + 3 * N, end)
             v_page_2 = page_of(v_side, key + 3 * N, end)
-            if is_ahead:
+            if key >= ahead:
                 ask(k_side, key + 2 * N, end, k_page, WARPS)
                 ask(v_side, key + 2 * N, end, v_page, WARPS)
         else:
@@ -105,7 +106,7 @@ def attention_decode_joined(
     stats_offset_step, smax_offset_step, ssum_offset_step,
     q_multiplier, o_multiplier, gate_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
-    rows, keys, group, run,
+    rows, keys, group,
     LEN_Q_IS_SUM: gl.constexpr, LEN_KV_IS_SUM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
     KEPT: gl.constexpr, RUNS: gl.constexpr,
@@ -119,9 +120,10 @@ def attention_decode_joined(
     """
     program, key_head, batch = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     number = program * WARPS + warp_number()
-    first = number * run * N
     count_kv = length_of(len_kv, batch, len_kv_step, keys, LEN_KV_IS_SUM)
     count_q = length_of(len_q, batch, len_q_step, rows, LEN_Q_IS_SUM)
+    size = run_size(count_kv, RUNS)
+    first = number * size
     k_side, v_side = sides_of(
         k, v, k_table, v_table, batch, key_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
         k_table_batch, k_table_row, v_table_batch, v_table_row, D, DV, K_PAGE, V_PAGE,
@@ -134,17 +136,18 @@ def attention_decode_joined(
         q_multiplier, rows, group, D, BLOCK_M, ROWS, WARPS,
     )  # fmt: skip
     # No branch: behind one the second length would be read after the first.
-    end = gl.where(count_q > 0, gl.minimum(count_kv, first + run * N), first)
+    end = gl.where(count_q > 0, gl.minimum(count_kv, first + size), first)
     next_k = load(k_side, first, end, k_page)
     next_v = load(v_side, first, end, v_page)
     k_page = page_of(k_side, first + N, end)
     v_page = page_of(v_side, first + N, end)
     has_ahead: gl.constexpr = len_kv is not None and k_side.PAGE % N == 0 and v_side.PAGE % N == 0
-    is_ahead = False
+    ahead = end
     if has_ahead:
-        is_ahead = are_short(
-            len_kv, gl.num_programs(2), len_kv_step, keys, LEN_KV_IS_SUM, WARPS
-        ) & (follow(k_side) & follow(v_side))  # fmt: skip
+        late = ahead_from(
+            count_kv, len_kv, gl.num_programs(2), len_kv_step, keys, LEN_KV_IS_SUM, WARPS
+        )  # fmt: skip
+        ahead = gl.where(follow(k_side) & follow(v_side), first + late // RUNS, end)
 
     width: gl.constexpr = DV * WARPS // RUNS
     tops_at: gl.constexpr = RUNS * width * KEPT * 4
@@ -152,7 +155,7 @@ def attention_decode_joined(
     buffer = reserved(flag_at + FLAG_BYTES)
     expect_bytes(buffer + flag_at, flag_at)
     acc, total, top = sum_run(
-        query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, is_ahead, scale,
+        query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, ahead, scale,
         D, DV, BLOCK_M, ROWS, WARPS, has_ahead,
     )  # fmt: skip
     all_have_begun()

@@ -3,12 +3,13 @@
 As ``attention_decode_joined``, with a cluster for a key head of two sequences, the first and the
 last one, the second and the last but one, and so on. Each has as many runs as the cluster has
 warps: a warp takes a run of the first, and then the run of the second whose number, counted from
-the last one, is the same. A warp that has none of a short sequence has one of the longer, so a
-long sequence beside a short one is read by twice the warps that it would have for itself.
+the last one, is the same. So a long sequence beside a short one is read by twice the warps that it
+would have for itself.
 
 The first block of the second run is on its way while the last one of the first is multiplied.
-Half of the programs join the first sequence's sums, and half the second one's. Runs are as long as
-the declaration says, and joined in their order, so no result depends on the sequence beside it.
+Half of the programs join the first sequence's sums, and half the second one's. How long runs are
+follows from their own sequence's length, and they are joined in their order, so no result depends
+on the sequence beside it.
 """
 
 from triton.experimental import gluon
@@ -25,6 +26,7 @@ from tilewright.engines.triton.attention_decode_side import (
     no_sums,
     page_of,
     queries_of,
+    run_size,
     scores_of,
     sides_of,
     there,
@@ -104,7 +106,7 @@ def attention_decode_paired(
     stats_offset_step, smax_offset_step, ssum_offset_step,
     q_multiplier, o_multiplier, gate_multiplier,
     stats_multiplier, smax_multiplier, ssum_multiplier,
-    batches, rows, keys, group, run,
+    batches, rows, keys, group,
     LEN_Q_IS_SUM: gl.constexpr, LEN_KV_IS_SUM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
     KEPT: gl.constexpr, RUNS: gl.constexpr,
@@ -121,10 +123,10 @@ def attention_decode_paired(
     second = batches - 1 - pair
     has_two = second > pair
     number = program * WARPS + warp_number()
-    size = run * N
-    first_1, first_2 = number * size, (RUNS - 1 - number) * size
     keys_1 = length_of(len_kv, pair, len_kv_step, keys, LEN_KV_IS_SUM)
     keys_2 = length_of(len_kv, second, len_kv_step, keys, LEN_KV_IS_SUM)
+    size_1, size_2 = run_size(keys_1, RUNS), run_size(keys_2, RUNS)
+    first_1, first_2 = number * size_1, (RUNS - 1 - number) * size_2
     rows_1 = length_of(len_q, pair, len_q_step, rows, LEN_Q_IS_SUM)
     rows_2 = length_of(len_q, second, len_q_step, rows, LEN_Q_IS_SUM)
     k_1, v_1 = sides_of(
@@ -149,8 +151,8 @@ def attention_decode_paired(
         q_multiplier, rows, group, D, BLOCK_M, ROWS, WARPS,
     )  # fmt: skip
     # No branch: behind one the second length would be read after the first.
-    end_1 = gl.where(rows_1 > 0, gl.minimum(keys_1, first_1 + size), first_1)
-    end_2 = gl.where((rows_2 > 0) & has_two, gl.minimum(keys_2, first_2 + size), first_2)
+    end_1 = gl.where(rows_1 > 0, gl.minimum(keys_1, first_1 + size_1), first_1)
+    end_2 = gl.where((rows_2 > 0) & has_two, gl.minimum(keys_2, first_2 + size_2), first_2)
     is_none = first_1 >= end_1
     at, stop = gl.where(is_none, first_2, first_1), gl.where(is_none, end_2, end_1)
     k_page = gl.where(is_none, k_page_2, k_page_1)

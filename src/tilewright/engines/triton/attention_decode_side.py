@@ -166,6 +166,12 @@ def length_of(lengths, sequence, step, limit, IS_SUM: gl.constexpr):
         return gl.minimum(gl.maximum(count, 0), limit).to(gl.int32)
 
 
+@gluon.jit
+def run_size(count, runs):
+    """Keys of each of ``runs`` runs of ``count`` keys: whole blocks, at least one."""
+    return gl.maximum((count + (N * runs - 1)) // (N * runs), 1) * N
+
+
 @gluon.constexpr_function
 def words_of_keys(depth, warps):
     """Dimensions, two a word, by keys: 8 dimensions are side by side in a thread."""
@@ -313,28 +319,6 @@ def no_sums(
     acc = gl.zeros((DV, ROWS), gl.float32, sum_layout(WARPS))
     total = gl.zeros((BLOCK_M,), gl.float32, in_row)
     return acc, total, gl.full((BLOCK_M,), MINUS_INFINITY, gl.float32, in_row)
-
-
-@gluon.jit
-def sum_keys(
-    query, k_side, v_side, next_k, next_v, k_page, v_page, start, stop, end, scale,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Sums of keys [start, stop), and the blocks and pages that come next, up to ``end``."""
-    dtype: gl.constexpr = query.dtype
-    acc, total, top = no_sums(DV, BLOCK_M, ROWS, WARPS)
-    for key in range(start, stop, N):
-        key = gl.to_tensor(key)
-        score = scores_of(query, keys_of(next_k, dtype, D, WARPS), BLOCK_M, WARPS)
-        next_k = load(k_side, key + N, end, k_page)
-        k_page = page_of(k_side, key + 2 * N, end)
-        weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
-        values = values_of(next_v, dtype, DV, WARPS)
-        acc = add_values(acc, values, weights, fade, ROWS, WARPS)
-        next_v = load(v_side, key + N, end, v_page)
-        v_page = page_of(v_side, key + 2 * N, end)
-    return acc, total, top, next_k, next_v, k_page, v_page
 
 
 @gluon.jit

@@ -144,6 +144,7 @@ class Call:
         # Promised, so that no plan for other addresses needs a workspace.
         self.o.set_output(True).alignment_value = 16
         build(graph, shape)
+        self.buffers = buffers
         self.pack = {declared[name]: x for name, x in buffers.items()}
         self.out = torch.full_like(q, torch.nan)
         self.pack[self.o] = self.out
@@ -152,6 +153,33 @@ class Call:
         self.out.fill_(torch.nan)
         self.graph.execute(self.pack, None)
         return self.out.clone()
+
+    def expected(self) -> torch.Tensor:
+        """In float64, a sequence at a time."""
+        q, k, v = (self.buffers[name].double() for name in "qkv")
+        out = torch.zeros_like(q)
+        for batch, length in enumerate(self.buffers["used"].flatten().tolist()):
+            keys, values = (x[batch, :, :length].repeat_interleave(4, 0) for x in (k, v))
+            if length:
+                scores = q[batch] @ keys.transpose(1, 2) * 128**-0.5
+                out[batch] = scores.softmax(-1) @ values
+        return out
+
+
+@pytest.mark.L0
+def test_lengths_about_the_ends_of_runs(shape: Shape) -> None:
+    # A run is so many blocks of 16 keys of a sequence's own, the last one's may be fewer.
+    whole = 16 * shape.runs
+    ends = [n for end in (16, whole, 2 * whole, 1024) for n in (end - 1, end, end + 1)]
+    ends = sorted({1, whole - 16, whole + 16, 700, *ends} - {1025})
+    ends = [n for n in ends if n <= 1024]
+    for some in zip(ends, ends[1:], ends[2:], strict=False):
+        call = Call(list(some), shape)
+        expected = call.expected()
+        # Rounding of the weights adds up as its root; a key too few, or one twice, is 1 / n.
+        each = torch.tensor(some, device="cuda").double().rsqrt().view(-1, 1, 1, 1)
+        bound = 2**-8 * expected.abs() + 2**-6 * each
+        assert ((call.run().double() - expected).abs() <= bound).all(), some
 
 
 @pytest.mark.L0
