@@ -576,6 +576,7 @@ CASES: tuple[Case, ...] = (
             f"{P}/sdpa/aten/test_attention_mxfp8.py",
             f"{P}/sdpa/hopper/test_hopper_fp8.py",
             f"{P}/sdpa/hopper/test_hopper_fp8_on_gpu.py",
+            f"{P}/sdpa/hopper/test_hopper_fp8_contract_on_gpu.py",
             f"{FAMILIES}::test_wide_strides_read_and_write_no_decoy",
         ),
     ),

@@ -1,4 +1,4 @@
-"""Makes the attention cases that engines share importable."""
+"""Makes the attention cases that engines share importable, and those of this engine."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.insert(0, str(Path(__file__).parent))
