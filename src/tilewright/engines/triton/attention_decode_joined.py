@@ -24,6 +24,7 @@ from tilewright.engines.triton.attention_decode_side import (
     keys_of,
     length_of,
     load,
+    meet,
     no_sums,
     page_of,
     queries_of,
@@ -79,10 +80,7 @@ def sum_run(
                 ask(v_side, key + 2 * N, end, v_page, WARPS)
         else:
             k_page, v_page = page_of(k_side, key + 2 * N, end), page_of(v_side, key + 2 * N, end)
-        gl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(0)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        meet()
         score = scores_of(query, keys, BLOCK_M, WARPS)
         weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
         acc = add_values(acc, values, weights, fade, ROWS, WARPS)

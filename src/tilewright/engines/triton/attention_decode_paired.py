@@ -23,6 +23,7 @@ from tilewright.engines.triton.attention_decode_side import (
     keys_of,
     length_of,
     load,
+    meet,
     no_sums,
     page_of,
     queries_of,
@@ -79,10 +80,7 @@ def sum_run(
         stop = gl.where(is_late, behind_end, end)
         k_page = page_of(one_of(is_late, k_behind, k_side), at, stop)
         v_page = page_of(one_of(is_late, v_behind, v_side), at, stop)
-        gl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(0)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        meet()
         score = scores_of(query, block, BLOCK_M, WARPS)
         weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
         acc = add_values(acc, values, weights, fade, ROWS, WARPS)

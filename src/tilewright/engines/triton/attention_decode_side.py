@@ -327,3 +327,12 @@ def there(block):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [block], dtype=block.dtype, is_pure=False, pack=2
     )
+
+
+@gluon.jit
+def meet():
+    """The threads of a warp wait for one another: what stands before is asked for before."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(0)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
