@@ -5,8 +5,9 @@ strides; 1 to 3 spatial axes. With p = pre_padding, s = stride and d = dilation,
 
     out[n, k, i] = sum over c, r of image[n, c, s i - p + d r] weight[k, c, r]
 
-where elements outside the image are 0. Arithmetic runs in float32 (float64 for float64 and
-integer operands) except on CUDA devices, whose 16-bit convolutions accumulate in float32.
+where elements outside the image are 0. Arithmetic runs in float32, never in TF32 (in float64 for
+float64 and integer operands), except on CUDA devices, whose 16-bit convolutions accumulate in
+float32.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from tilewright.dtypes import DataType
 from tilewright.engines.aten import casts
 from tilewright.engines.aten.dense import implements_dense
+from tilewright.engines.aten.full_float32 import in_full_float32
 from tilewright.engines.aten.matmul import product_dtype
 from tilewright.engines.aten.registry import Kernel, Operands
 from tilewright.errors import NotSupportedError
@@ -85,7 +87,7 @@ def prepare_conv_fprop(operation: Any, device: torch.device) -> Kernel:
         x = geometry.pad(load_image(inputs["image"]))
         return torch.convolution(x, load_weight(inputs["weight"]), None, *arguments)
 
-    return _finish(compute, (image, weight), out)
+    return _finish(_precise(compute, dtype, device), (image, weight), out)
 
 
 @implements_dense("conv_dgrad")
@@ -108,7 +110,7 @@ def prepare_conv_dgrad(operation: Any, device: torch.device) -> Kernel:
         )[0]
         return geometry.crop(result, out.dim[2:])
 
-    return _finish(compute, (loss, weight), out)
+    return _finish(_precise(compute, dtype, device), (loss, weight), out)
 
 
 @implements_dense("conv_wgrad")
@@ -132,7 +134,7 @@ def prepare_conv_wgrad(operation: Any, device: torch.device) -> Kernel:
             (False, True, False),
         )[1]
 
-    return _finish(compute, (image, loss), out)
+    return _finish(_precise(compute, dtype, device), (image, loss), out)
 
 
 def _backward(
@@ -151,6 +153,15 @@ def _backward(
         wanted,
     )
     return result
+
+
+def _precise(
+    compute: Callable[[Operands], Tensor], dtype: torch.dtype, device: torch.device
+) -> Callable[[Operands], Tensor]:
+    """``compute``, which rounds no float32 operand to TF32."""
+    if device.type != "cuda" or dtype is not torch.float32:
+        return compute
+    return lambda inputs: in_full_float32(compute, inputs)
 
 
 def _finish(
