@@ -9,6 +9,9 @@ import math
 
 import pytest
 import torch
+
+# HAS_GPU here tells that these tests use a GPU where there is one.
+from generated_graphs import HAS_GPU as HAS_GPU
 from generated_graphs import MODES, draw, new_graph, run
 
 from tilewright.engines.triton import pointwise_layout
