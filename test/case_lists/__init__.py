@@ -1,0 +1,1 @@
+"""Cases and the tests that hold them; test/cases.py puts them together."""
