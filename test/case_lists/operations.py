@@ -44,7 +44,7 @@ OPERATIONS: tuple[Case, ...] = (
             f"{HOPPER_PAIRS}::test_every_pair_of_features",
             f"{HOPPER}_on_gpu.py::test_head_sizes_between_the_kernels",
             f"{HOPPER}_on_gpu.py::test_sinks_join_the_denominator",
-            f"{HOPPER}_on_gpu.py::test_what_a_hidden_key_or_value_holds_reaches_no_row",
+            f"{HOPPER}_contract_on_gpu.py::test_what_a_hidden_key_or_value_holds_reaches_no_row",
             f"{ATTENTION_BACKWARD}.py",
             f"{ATTENTION_BACKWARD}_on_gpu.py::test_large_cases",
             f"{P}/sdpa/triton/test_triton_attention_bias.py",
