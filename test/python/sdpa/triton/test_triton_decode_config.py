@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import tilewright as tw
@@ -21,13 +23,16 @@ def of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{module}.installed_version", lambda name: "3.7.1")
 
 
-def spec_of(rows: int, keys: int, batch: int, *, has_lengths: bool = True) -> AttentionSpec:
+def spec_of(
+    rows: int, keys: int, batch: int, *, has_lengths: bool = True, **masks: bool
+) -> AttentionSpec:
     graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
     q = graph.tensor((batch, 32, rows, 128))
     k, v = (graph.tensor((batch, 8, keys, 128)) for _ in range(2))
     lengths = [graph.tensor((batch, 1, 1, 1), data_type="int32") for _ in range(2)]
     options = {"seq_len_q": lengths[0], "seq_len_kv": lengths[1], "use_padding_mask": True}
-    o, _ = graph.sdpa(q, k, v, is_inference=True, **(options if has_lengths else {}))
+    given: dict[str, Any] = {**masks, **(options if has_lengths else {})}
+    o, _ = graph.sdpa(q, k, v, is_inference=True, **given)
     o.set_output(True)
     graph.validate()
     return read_spec(graph.operations[0])
@@ -66,3 +71,14 @@ def test_a_sequence_has_a_cluster_for_itself_where_two_would_not_do() -> None:
     for spec in alone:
         config = choose_decode_config(spec, 132)
         assert config is not None and config.is_joined and not config.is_paired
+
+
+def test_the_newest_token_alone_sees_all_keys() -> None:
+    plain = choose_decode_config(spec_of(1, 4096, 8), 132)
+    assert plain is not None and plain.is_joined
+    for has_lengths in (True, False):
+        spec = spec_of(1, 4096, 8, has_lengths=has_lengths, use_causal_mask_bottom_right=True)
+        assert not spec.is_banded and choose_decode_config(spec, 132) == plain
+    # Of two the first does not see the last key; from the top left, one sees the first key alone.
+    assert spec_of(2, 4096, 8, use_causal_mask_bottom_right=True).right == 0
+    assert spec_of(1, 4096, 8, use_causal_mask=True).right == 0
