@@ -60,7 +60,7 @@ def attention_combine(
         )
         blocks = tl.cdiv(count_kv, BLOCK_N)
         if not IS_SHARED:
-            # A program each, of as many blocks as all have to take.
+            # As ``attention_decode_side.run_size`` has it, in blocks.
             run = tl.maximum(tl.cdiv(blocks, all_runs), 1)
         count = tl.where(count_q > 0, tl.cdiv(blocks, run), 0)
         first_slot, slot_step = (batch * heads_kv + head // group) * all_runs, 1

@@ -19,7 +19,7 @@ LENGTHS = gl.constexpr(32)
 
 @gluon.constexpr_function
 def one_a_thread(warps):
-    """Of 32 numbers, which all warps have."""
+    """Of LENGTHS numbers, which all warps have."""
     return gl.DistributedLinearLayout(
         reg_bases=[], lane_bases=[[1], [2], [4], [8], [16]],
         warp_bases=[[0] for _ in range(warps.bit_length() - 1)], block_bases=[], shape=[32],
@@ -32,8 +32,8 @@ def ahead_from(
 ):  # fmt: skip
     """Keys of a sequence of ``count`` after which a block more is asked for, 0 or more.
 
-    As many as it has less than twice the mean of the first 32 sequences: all where lengths are
-    equal, and none where it is twice as long as the others are.
+    max(0, 2 m - n) of n keys, where m is the mean of the first 32 sequences: n, so never, where
+    lengths are equal, and 0, so from the start, where it is twice as long as the mean.
     """
     index = gl.arange(0, LENGTHS, layout=one_a_thread(WARPS))
     counts = length_of(len_kv, gl.minimum(index, batches - 1), len_kv_step, keys, IS_SUM)

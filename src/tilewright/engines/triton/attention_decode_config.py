@@ -154,10 +154,11 @@ def _direct_rows(spec: AttentionSpec) -> int:
 
 
 def _direct_splits(spec: AttentionSpec, sm_count: int) -> int:
-    """Runs of the declared keys: as many as there is room for at once, or twice as many.
+    """Runs of a sequence: as many as there is room for at once, or, of pages, twice as many.
 
-    Equal lengths are read the soonest where each run is a program's; where lengths differ, the
-    longest one's runs outlast the others.
+    Each run is a program's where all have room: equal lengths are read the soonest so. Twice as
+    many, as long as the declared keys make them, are shared by the programs that there is room for:
+    a long sequence has more of these than a short one.
     """
     blocks = -(-spec.keys // DIRECT_BLOCK)
     most = direct_programs(spec, sm_count) // max(spec.batch * spec.heads_kv, 1)
@@ -202,7 +203,7 @@ def _direct_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
 def _pairs(spec: AttentionSpec, runs: int, warps: int, sm_count: int) -> bool:
     """True if two sequences had better share a cluster of ``2 * runs`` warps, runs half as long.
 
-    That is where lengths may differ: then one of the two is likely to leave warps to the other.
+    That is where lengths may differ: a long one is read by more warps than it would have alone.
     """
     if spec.len_kv is None or spec.batch < 2 or _direct_rows(spec) != DIRECT_ROWS:
         return False

@@ -168,7 +168,10 @@ def length_of(lengths, sequence, step, limit, IS_SUM: gl.constexpr):
 
 @gluon.jit
 def run_size(count, runs):
-    """Keys of each of ``runs`` runs of ``count`` keys: whole blocks, at least one."""
+    """Keys of each of ``runs`` runs of ``count`` keys: whole blocks, at least one.
+
+    ``attention_combine`` works out the same.
+    """
     return gl.maximum((count + (N * runs - 1)) // (N * runs), 1) * N
 
 

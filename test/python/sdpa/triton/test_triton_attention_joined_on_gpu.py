@@ -113,14 +113,15 @@ def test_every_pair_of_features(
 
 
 class Call:
-    """A declared call of 3 sequences whose operands hold NaN behind their lengths."""
+    """A declared call of sequences of 1024 keys at most, with NaN behind their lengths."""
 
     def __init__(self, lengths: list[int], shape: Shape) -> None:
         generator = torch.Generator("cuda").manual_seed(shape.runs)
         self.graph = graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
-        q = torch.randn(3, 8, 1, 128, generator=generator, device="cuda").bfloat16()
+        count = len(lengths)
+        q = torch.randn(count, 8, 1, 128, generator=generator, device="cuda").bfloat16()
         k, v = (
-            torch.randn(3, 2, 1024, 128, generator=generator, device="cuda").bfloat16()
+            torch.randn(count, 2, 1024, 128, generator=generator, device="cuda").bfloat16()
             for _ in range(2)
         )
         used = torch.tensor(lengths, device="cuda").int()
@@ -159,6 +160,7 @@ class Call:
         q, k, v = (self.buffers[name].double() for name in "qkv")
         out = torch.zeros_like(q)
         for batch, length in enumerate(self.buffers["used"].flatten().tolist()):
+            length = min(max(length, 0), 1024)
             keys, values = (x[batch, :, :length].repeat_interleave(4, 0) for x in (k, v))
             if length:
                 scores = q[batch] @ keys.transpose(1, 2) * 128**-0.5
@@ -172,14 +174,23 @@ def test_lengths_about_the_ends_of_runs(shape: Shape) -> None:
     whole = 16 * shape.runs
     ends = [n for end in (16, whole, 2 * whole, 1024) for n in (end - 1, end, end + 1)]
     ends = sorted({1, whole - 16, whole + 16, 700, *ends} - {1025})
-    ends = [n for n in ends if n <= 1024]
     for some in zip(ends, ends[1:], ends[2:], strict=False):
-        call = Call(list(some), shape)
-        expected = call.expected()
-        # Rounding of the weights adds up as its root; a key too few, or one twice, is 1 / n.
-        each = torch.tensor(some, device="cuda").double().rsqrt().view(-1, 1, 1, 1)
-        bound = 2**-8 * expected.abs() + 2**-6 * each
-        assert ((call.run().double() - expected).abs() <= bound).all(), some
+        assert_sums_of_all_keys(list(some), shape)
+
+
+@pytest.mark.L0
+def test_more_sequences_than_whose_lengths_are_looked_at(shape: Shape) -> None:
+    # Lengths below 0 and above what is declared are those.
+    assert_sums_of_all_keys([-3, 0, 5000, 1024, 1, *range(20, 980, 32), 1000], shape)
+
+
+def assert_sums_of_all_keys(lengths: list[int], shape: Shape) -> None:
+    call = Call(lengths, shape)
+    expected = call.expected()
+    # Rounding of the weights adds up as its root; a key too few, or one twice, is 1 / n.
+    counts = torch.tensor(lengths, device="cuda").clamp(1, 1024)
+    bound = 2**-8 * expected.abs() + 2**-6 * counts.double().rsqrt().view(-1, 1, 1, 1)
+    assert ((call.run().double() - expected).abs() <= bound).all(), lengths
 
 
 @pytest.mark.L0
@@ -207,6 +218,13 @@ def test_it_is_captured_and_becomes_a_node(shape: Shape) -> None:
     recorded.replay()
     torch.cuda.synchronize()
     assert torch.equal(call.out, want)
+    # Lengths are read when it runs.
+    others = [517, 0, 16]
+    call.buffers["used"].copy_(torch.tensor(others).view(-1, 1, 1, 1))
+    recorded.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(call.out, Call(others, shape).run())
+    call.buffers["used"].copy_(torch.tensor([1000, 333, 17]).view(-1, 1, 1, 1))
 
     graph, instance = ctypes.c_void_p(), ctypes.c_void_p()
     check(driver().cuGraphCreate(ctypes.byref(graph), 0), "create")
