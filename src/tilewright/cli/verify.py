@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -84,6 +85,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seed", type=options.natural, default=0, metavar="N", help="seed of the operands (0)"
     )
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="also make long calls while another process has the GPU in their middle",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the checks as JSON; - for stdout")
     parser.add_argument(
         "--report", type=Path, metavar="DIR|FILE.html", help="write report.html, with pictures"
@@ -142,6 +148,7 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
     from tilewright.cli.machine import versions
     from tilewright.launch.handles import default_device
     from tilewright.planning.table import ENGINE_TABLE
+    from tilewright.testing.another_process import AnotherProcess
     from tilewright.testing.verify.results import Report
     from tilewright.testing.verify.running import cases_of, run_family
     from tilewright.testing.verify.subjects import (
@@ -170,15 +177,19 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
         subject = f"engine {arguments.engine}" if arguments.engine else "our best plan"
         make = engine_maker(arguments.engine, device)
         keywords |= {"is_graph": True, "engine": arguments.engine}
-    names = arguments.case
-    counts = [len(cases_of(family, arguments.level, names)) for family in families]
-    known = {case.name for family in families for case in cases_of(family, arguments.level)}
-    for name in names:
-        if name not in known:
-            fail(f"--case {name!r}: there is no such case; known are {'; '.join(sorted(known))}")
+    names, is_beside = arguments.case, arguments.beside
+    counts = [
+        len(cases_of(family, arguments.level, names, is_beside=is_beside)) for family in families
+    ]
+    _check_cases(arguments, families)
     checks: list[Check] = []
-    with _Progress(sum(counts)) as progress:
+    with _Progress(sum(counts)) as progress, contextlib.ExitStack() as owned:
+        if is_beside:
+            keywords["is_beside"] = True
+            if device.type == "cuda":
+                keywords["other"] = owned.enter_context(AnotherProcess(device))
         for family in families:
+            progress.begin(f"{family.name}{', also beside another process' * is_beside}")
             for found in run_family(family, make, **keywords):
                 checks += found
                 progress.advance(f"{family.name}: {found[0].case}")
@@ -190,6 +201,19 @@ def _run(arguments: argparse.Namespace, families: Sequence[Family]) -> Report:
         versions(),
         tuple(checks),
     )
+
+
+def _check_cases(arguments: argparse.Namespace, families: Sequence[Family]) -> None:
+    from tilewright.testing.verify.running import cases_of
+
+    every = [c for f in families for c in cases_of(f, arguments.level, is_beside=True)]
+    is_long = {case.name: case.is_long for case in every}
+    known = sorted(name for name in is_long if arguments.beside or not is_long[name])
+    for name in arguments.case:
+        if name not in is_long:
+            fail(f"--case {name!r}: there is no such case; known are {'; '.join(known)}")
+        if name not in known:
+            fail(f"--case {name!r}: it is for calls beside another process; give --beside too")
 
 
 class _Progress:
@@ -216,6 +240,9 @@ class _Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+    def begin(self, description: str) -> None:
+        self._bar.update(self._task, description=description)
 
     def advance(self, description: str) -> None:
         self._bar.update(self._task, advance=1, description=description)
@@ -269,6 +296,8 @@ def _print_rules(family: str, subject: str, checks: Sequence[Check]) -> None:
     rows = []
     for rule in RULES:
         of_rule = [check for check in checks if check.rule == rule]
+        if not of_rule:
+            continue
         cells = [worst([c for c in of_rule if c.case == case]) for case in cases]
         # "same" is both the rule and what it checks.
         names = " / ".join(dict.fromkeys(check.detector for check in of_rule))

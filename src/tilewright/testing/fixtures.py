@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from tilewright.launch.handles import Handle
+    from tilewright.testing.another_process import AnotherProcess
 
 
 @pytest.fixture
@@ -165,6 +166,21 @@ def run_gpu_python(run_python: Callable[..., str]) -> Callable[..., str]:
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def another_process() -> Iterator[AnotherProcess]:
+    """Another process for ``detectors.beside_another_process``, on the first device, or a skip.
+
+    It starts at its first use, keeps the device busy only while a detector wants it, and ends with
+    the module.
+    """
+    from tilewright.testing import children
+    from tilewright.testing.another_process import AnotherProcess
+
+    children.require_gpu()
+    with AnotherProcess("cuda") as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

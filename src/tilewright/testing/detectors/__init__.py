@@ -15,6 +15,10 @@ if TYPE_CHECKING:
         assert_torn_artifacts_are_misses,
         torn_artifacts_are_misses,
     )
+    from tilewright.testing.detectors.beside import (
+        assert_beside_another_process,
+        beside_another_process,
+    )
     from tilewright.testing.detectors.frames import (
         assert_frame_independence,
         frame_independence,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 # Name -> the module that has it, loaded at first use.
 _DETECTORS = {
     "alias_refusal": "refusal",
+    "beside_another_process": "beside",
     "determinism": "repetition",
     "every_element_written": "written",
     "frame_independence": "frames",
@@ -88,6 +93,7 @@ __all__ = [
     "Verdict",
     "alias_refusal",
     "assert_alias_refusal",
+    "assert_beside_another_process",
     "assert_determinism",
     "assert_every_element_written",
     "assert_frame_independence",
@@ -103,6 +109,7 @@ __all__ = [
     "assert_torn_artifacts_are_misses",
     "assert_untouched_on_refusal",
     "assert_wide_strides",
+    "beside_another_process",
     "callable_subject",
     "determinism",
     "every_element_written",

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Edit, Family, label
+from tilewright.testing.verify.case import Case, Edit, Family, label, long
 
 SIGNATURE = """\
 f(q, k, v, *, causal=False, scale=None, mask=None, lengths=None, return_stats=False, out=None)
@@ -275,6 +275,11 @@ def cases() -> tuple[Case, ...]:
                         causal=keys == 129,
                     )
                 )
+    half = torch.bfloat16
+    found += [
+        long(_case("long, head size 128", (1, 16, 16, 8192, 8192, 128), half)),
+        long(_case("long, head size 64, causal", (1, 32, 8, 8192, 8192, 64), half, causal=True)),
+    ]
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
 from tilewright.testing.verify.attention import with_lengths
-from tilewright.testing.verify.case import Case, Edit, Family, label, packed_strides
+from tilewright.testing.verify.case import Case, Edit, Family, label, long, packed_strides
 
 SIGNATURE = """\
 f(q, k, v, do, *, o, stats, causal=False, scale=None, lengths=None, out=None) -> (dq, dk, dv)
@@ -222,7 +223,29 @@ def cases() -> tuple[Case, ...]:
             name = f"{keys} keys, head size {depth}, {label(dtype)}"
             shape = (1, 6, 3, 66, keys, depth)
             found.append(_case(name, shape, dtype, level=1, causal=keys == 129))
+    found.append(_long("long, head size 128", (1, 16, 16, 4096, 4096, 128), torch.bfloat16))
     return tuple(found)
+
+
+def _long(name: str, shape: Shape, dtype: torch.dtype) -> Case:
+    """What a forward pass saves is put in its place here: the right size, at no cost."""
+    batch, heads_q, heads_kv, rows, keys, depth = shape
+
+    def make(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        def draw(heads: int, length: int) -> torch.Tensor:
+            return torch.randn(batch, heads, length, depth, generator=generator).to(dtype)
+
+        return {
+            "q": draw(heads_q, rows),
+            "k": draw(heads_kv, keys),
+            "v": draw(heads_kv, keys),
+            "do": draw(heads_q, rows),
+            "o": torch.zeros(batch, heads_q, rows, depth, dtype=dtype),
+            # Of scores with variance 1.
+            "stats": torch.full((batch, heads_q, rows, 1), math.log(keys) + 0.5),
+        }
+
+    return long(dataclasses.replace(_case(name, shape, dtype), make=make))
 
 
 def _invoke(

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, Reference, label
+from tilewright.testing.verify.case import Case, Family, Reference, label, long
 
 SIGNATURE = """\
 f(q, k_pages, v_pages, table, lengths, *, v_table=None, causal=False, scale=None,
@@ -166,6 +166,9 @@ def _cases() -> tuple[Case, ...]:
         for page in (16, 64):
             name = f"pages of {page}, {label(dtype)}"
             found.append(_case(name, (129, 64, 1), page, dtype, depth=64, level=1))
+    lengths, half = (4096, 4095, 1025, 4096), torch.bfloat16
+    decoding = _case("long, head size 128", lengths, 64, half, heads=(32, 8), depth=128)
+    found.append(long(decoding))
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ import torch
 from tilewright.errors import NotSupportedError
 from tilewright.oracle import attention as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, Reference, label
+from tilewright.testing.verify.case import Case, Family, Reference, label, long
 
 SIGNATURE = """\
 f(q, k, v, cu_q, cu_k, *, max_q, max_k, causal=False, scale=None, return_stats=False, out=None)
@@ -139,6 +139,9 @@ def _cases() -> tuple[Case, ...]:
         name = f"lengths 1 to 129, {label(dtype)}"
         lengths = (1, 129, 0, 64)
         found.append(_case(name, lengths, lengths, dtype, depth=64, level=1, causal=True))
+    lengths, half = (4096, 4096, 2048, 6144), torch.bfloat16
+    packed = _case("long, head size 128", lengths, lengths, half, heads=(16, 16), depth=128)
+    found.append(long(packed))
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ class Case:
         plain: the plain computation in the operands' own type, where its error is more than a
             type's default tolerance: a result may have twice that error.
         others: operands -> other valid values of those that cannot hold just any.
+        is_long: it takes about a millisecond on a GPU, for calls beside another process alone; it
+            has no reference that ends in time, so it is held against itself.
     """
 
     name: str
@@ -45,6 +48,12 @@ class Case:
     wrong: Callable[[Tensors], dict[str, dict[str, torch.Tensor]]] | None = None
     plain: Reference | None = None
     others: Callable[[Tensors], dict[str, torch.Tensor]] | None = None
+    is_long: bool = False
+
+
+def long(case: Case) -> Case:
+    """The case as one for calls beside another process alone."""
+    return dataclasses.replace(case, is_long=True, is_detected=False)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.oracle import normalization as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label
+from tilewright.testing.verify.case import Case, Family, label, long
 
 SIGNATURE = """\
 f(x, weight, bias=None, *, eps=1e-5, out=None) -> y
@@ -127,6 +127,7 @@ def cases(centered: bool) -> tuple[Case, ...]:
         for width in (1023, 4096):
             name = f"rows of {width}, {label(dtype)}"
             found.append(_case(name, (2, 7, width), dtype, centered, bias=True, level=1))
+    found.append(long(_case("long, rows of 4096", (8192, 4096), torch.bfloat16, centered)))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.oracle import normalization as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label
+from tilewright.testing.verify.case import Case, Family, label, long
 
 _RMS_SIGNATURE = """\
 f(dy, x, weight, *, inverse, eps=1e-5, out=None) -> (dx, dweight)
@@ -155,6 +155,7 @@ def cases(centered: bool) -> tuple[Case, ...]:
     for dtype in (torch.float32, torch.bfloat16):
         name = f"129 rows of 1023, {label(dtype)}"
         found.append(_case(name, (129, 1023), dtype, centered, grad_dtype=single, level=1))
+    found.append(long(_case("long, rows of 4096", (4096, 4096), torch.bfloat16, centered)))
     return tuple(found)
 
 

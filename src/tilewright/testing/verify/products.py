@@ -12,7 +12,7 @@ from tilewright.oracle import moe as moe_oracle
 from tilewright.oracle import pointwise as pointwise_oracle
 from tilewright.oracle import rope as rope_oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label
+from tilewright.testing.verify.case import Case, Family, label, long
 
 MATMUL_SIGNATURE = """\
 f(a, b, *, out=None) -> c
@@ -82,6 +82,8 @@ def _matmul_cases() -> tuple[Case, ...]:
         for extent in (63, 64, 129):
             dims = (2, extent, extent + 1), (2, extent + 1, extent - 1)
             found.append(_matmul_case(f"{extent}, {label(dtype)}", *dims, dtype, level=1))
+    dims = (1, 8192, 4096), (1, 4096, 8192)
+    found.append(long(_matmul_case("long, 8192 by 8192", *dims, torch.bfloat16)))
     return tuple(found)
 
 
@@ -158,6 +160,9 @@ def _grouped_cases() -> tuple[Case, ...]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         name = f"65 rows, {label(dtype)}"
         found.append(_grouped_case(name, (0, 1, 64, 65), 65, 64, 65, dtype, level=1))
+    starts = (0, 1000, 1000, 5001, 8192)
+    many = _grouped_case("long, 8192 rows", starts, 8192, 2048, 4096, torch.bfloat16)
+    found.append(long(many))
     return tuple(found)
 
 
@@ -227,6 +232,7 @@ def _rope_cases() -> tuple[Case, ...]:
     ]
     for dtype in (torch.float32, torch.bfloat16):
         found.append(_rope_case(f"513 positions, {label(dtype)}", (2, 4, 513, 128), dtype, level=1))
+    found.append(long(_rope_case("long, 4096 positions", (1, 32, 4096, 128), torch.bfloat16)))
     return tuple(found)
 
 
@@ -294,6 +300,8 @@ def _pointwise_cases() -> tuple[Case, ...]:
     for dtype in (torch.float16, torch.bfloat16):
         found += [_pointwise_case(mode, ((7, 513),), dtype, level=1) for mode in _UNARY]
         found += [_pointwise_case(m, ((7, 513), (7, 513)), dtype, level=1) for m in _BINARY]
+    many = (4096, 4096)
+    found.append(long(_pointwise_case("gelu", (many,), torch.bfloat16, name="long, gelu")))
     return tuple({case.name: case for case in found}.values())
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.oracle import reduction as oracle
 from tilewright.testing.detectors.subject import Tensors, named_results
-from tilewright.testing.verify.case import Case, Family, label
+from tilewright.testing.verify.case import Case, Family, label, long
 
 SIGNATURE = """\
 f(mode, x, *, axes, out=None) -> y
@@ -97,6 +97,7 @@ def cases() -> tuple[Case, ...]:
     ]
     for dtype in (torch.float16, torch.bfloat16):
         found += [_case(mode, (7, 513), (1,), dtype, level=1) for mode in ("add", "max", "norm2")]
+    found.append(long(_case("add", (4096, 4096), (1,), torch.bfloat16, name="long, add")))
     return tuple({case.name: case for case in found}.values())
 
 

@@ -86,7 +86,7 @@ def _matrix(checks: Sequence[Check]) -> Iterable[str]:
         return
     yield "<h3>Rules</h3>"
     yield _row("th", [("", "rule"), *(("", case) for case in cases)], start="<table>")
-    for rule in RULES:
+    for rule in (rule for rule in RULES if any(check.rule == rule for check in checks)):
         cells = [("", rule)]
         for case in cases:
             of_cell = [c for c in checks if c.rule == rule and c.case == case]

@@ -23,7 +23,10 @@ VALUES = "values"
 
 @dataclass(frozen=True)
 class Check:
-    """One rule on one case. ``rule`` is L1 to L13, "same" (determinism), or "values"."""
+    """One rule on one case.
+
+    ``rule`` is L1 to L13, "same" (determinism), "beside" (another process), or "values".
+    """
 
     family: str
     case: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from tilewright.oracle.tolerances import default_tolerance
 from tilewright.testing import detectors
 from tilewright.testing.detectors.allocation import ALLOCATION, FilledAllocations
 from tilewright.testing.detectors.artifacts import ARTIFACTS
+from tilewright.testing.detectors.beside import BESIDE, Busy, reason_against
 from tilewright.testing.detectors.frames import FRAMES
 from tilewright.testing.detectors.guards import NAN_PATTERN, differing
 from tilewright.testing.detectors.refusal import UNTOUCHED
@@ -40,11 +42,20 @@ _ANY = (Exception, SystemExit)
 _PLAIN_FACTOR = 2.0
 
 
-def cases_of(family: Family, level: str, names: Sequence[str] = ()) -> list[Case]:
-    """The cases that a level takes ("L0" the quick ones, "L1" all), of those names if any."""
+def cases_of(
+    family: Family, level: str, names: Sequence[str] = (), *, is_beside: bool = False
+) -> list[Case]:
+    """The cases that a level takes ("L0" the quick ones, "L1" all), of those names if any.
+
+    Long ones only where calls are made beside another process.
+    """
     most = int(level.removeprefix("L"))
     return [
-        case for case in family.cases if case.level <= most and (not names or case.name in names)
+        case
+        for case in family.cases
+        if case.level <= most
+        and (not names or case.name in names)
+        and (is_beside or not case.is_long)
     ]
 
 
@@ -60,6 +71,8 @@ def run_family(
     is_graph: bool = False,
     engine: str | None = None,
     left_out: Collection[str] = (),
+    is_beside: bool = False,
+    other: Busy | None = None,
 ) -> Iterator[list[Check]]:
     """The checks of each case in turn.
 
@@ -68,8 +81,14 @@ def run_family(
         left_out: saved operands that the subject does without.
         deviations: by a case's tag or a rule, what the subject is known to do otherwise.
         is_graph: the subject declares graphs; ``engine`` is the one that was asked for.
+        is_beside: long cases are called beside the process ``other``.
     """
-    for case in cases_of(family, level, names):
+    for case in cases_of(family, level, names, is_beside=is_beside):
+        reason = reason_against(torch.device(device)) if other is None else None
+        if case.is_long and reason is not None:
+            # Before its operands, which take a while, are drawn.
+            yield [_check(family, case, BESIDE.declined(reason), deviations)]
+            continue
         # The name is part of the seed, so that a case keeps its numbers when others come or go.
         mixed = random.Random(f"{seed}:{family.name}:{case.name}").getrandbits(63)
         operands = case.make(torch.Generator().manual_seed(mixed))
@@ -84,19 +103,30 @@ def run_family(
             others = operands_for_graph(family, changed) if as_graph else changed
             told = {n: t.to(device) for n, t in others.items() if n in case.others(operands)}
             subject = dataclasses.replace(subject, others=told)
+        if case.is_long:
+            run = functools.partial(detectors.beside_another_process, subject, given, other)
+            found = _verdicts({"beside_another_process": run}, is_wrong=False)
+            yield [_check(family, case, verdict, deviations) for verdict in found]
+            continue
         known = (deviations or {}).get(case.tag) if case.tag else None
         values = _check_values(family, case, subject, given, operands, known, as_graph)
         checks = [values]
         if case.is_detected and values.status is not Status.DECLINED:
             is_wrong = values.status is not Status.HELD
-            found = _detect(family, case, subject, given, as_graph, engine, is_wrong)
-            for detector, verdict in found:
-                status, text = _STATUS[verdict.outcome], verdict.text
-                known = (deviations or {}).get(verdict.rule)
-                if status is Status.BROKEN and known is not None:
-                    status, text = Status.DEVIATES, f"{known}. Seen: {text}"
-                checks.append(Check(family.name, case.name, verdict.rule, detector, status, text))
+            runs = _runs(family, case, subject, given, as_graph, engine)
+            found = _verdicts(runs, is_wrong)
+            checks += [_check(family, case, verdict, deviations) for verdict in found]
         yield checks
+
+
+def _check(
+    family: Family, case: Case, verdict: Verdict, deviations: Mapping[str, str] | None
+) -> Check:
+    status, text = _STATUS[verdict.outcome], verdict.text
+    known = (deviations or {}).get(verdict.rule)
+    if status is Status.BROKEN and known is not None:
+        status, text = Status.DEVIATES, f"{known}. Seen: {text}"
+    return Check(family.name, case.name, verdict.rule, verdict.detector, status, text)
 
 
 def _check_values(
@@ -200,20 +230,19 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _detect(
+def _runs(
     family: Family,
     case: Case,
     subject: Subject,
     given: Tensors,
     is_graph: bool,
     engine: str | None,
-    is_wrong: bool,
-) -> Iterator[tuple[str, Verdict]]:
-    """Each detector's name and verdict; an exception of the subject is a broken verdict."""
+) -> dict[str, Run]:
+    """What runs each detector, by its name."""
     wrong = None if is_graph or case.wrong is None else case.wrong(given)
     # A reference reads operands as the family has them.
     expected = case.expected if not is_graph or family.is_reference_of_graph else None
-    runs: dict[str, Run] = {
+    return {
         "untouched_on_refusal": lambda: _refusals(subject, given, wrong),
         "no_allocation": lambda: _allocations(subject, given),
         "no_synchronization": lambda: detectors.no_synchronization(subject, given),
@@ -231,6 +260,10 @@ def _detect(
         "no_silent_fallback": lambda: detectors.no_silent_fallback(subject, given, engine),
         "determinism": lambda: detectors.determinism(subject, given),
     }
+
+
+def _verdicts(runs: Mapping[str, Run], is_wrong: bool) -> Iterator[Verdict]:
+    """What each detector says; an exception of the subject is a broken verdict."""
     for name, run in runs.items():
         try:
             if is_wrong and name in _COMPARING:
@@ -243,7 +276,7 @@ def _detect(
         except _ANY as error:
             text = f"it raised {type(error).__name__}: {_first_line(error)}"
             verdict = Verdict(_RULES[name], name, Outcome.BROKEN, text)
-        yield verdict.detector, verdict
+        yield verdict
 
 
 def _wide(subject: Subject, given: Tensors) -> Verdict:
@@ -307,5 +340,6 @@ _RULES: dict[str, Any] = {
     "torn_artifacts_are_misses": "L12",
     "no_silent_fallback": "L13",
     "determinism": "same",
+    "beside_another_process": "beside",
 }
-RULES = (*(f"L{number}" for number in range(1, 14)), "same")
+RULES = (*(f"L{number}" for number in range(1, 14)), "same", "beside")

@@ -27,6 +27,7 @@ HELD = (
     "untouched_on_refusal",
 )
 DECLINED = {
+    "beside_another_process": "needs a GPU, which two processes have in turn",
     "no_allocation": "ALLOCATES_TEMPORARIES",
     "no_synchronization": "on a CPU",
     "stream_order": "no streams",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import dataclasses
 import json
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ import pytest
 import torch
 
 from tilewright.cli.main import main
+from tilewright.testing.detectors import beside
+from tilewright.testing.verify.case import long
 from tilewright.testing.verify.families import FAMILIES
 from tilewright.testing.verify.pictures import error_map
-from tilewright.testing.verify.results import Status
+from tilewright.testing.verify.results import Check, Status
+from tilewright.testing.verify.running import run_family
+from tilewright.testing.verify.subjects import callable_maker
 
 pytestmark = pytest.mark.L0
 Verify = Callable[..., Any]
@@ -239,3 +245,65 @@ def test_statuses_are_documented(root: Path) -> None:
     page = (root / "docs/testing/verify.md").read_text()
     for status in Status:
         assert f"**{status.value}**" in page
+
+
+def test_calls_beside_another_process_have_to_be_asked_for(verify: Verify) -> None:
+    plain = verify("rope", "--engine", "aten")
+    assert "beside" not in plain.rules("held") | plain.rules("declined")
+    ran = verify("rope", "--engine", "aten", "--beside")
+    assert ran.code == 0
+    found = {c["case"]: c["text"] for c in ran.checks("declined") if c["rule"] == "beside"}
+    reason = "device cpu: needs a GPU, which two processes have in turn"
+    assert found == {"long, 4096 positions": reason}
+    assert re.search(r"beside +beside another process +declined", ran.out)
+    refused = verify("rope", "--case", "long, 4096 positions")
+    assert refused.code == 2 and "give --beside too" in refused.err
+
+
+class Wrong:
+    """Gives other results while another process is said to be there."""
+
+    is_busy = False
+
+    def __call__(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        turned = x * freqs.cos() + torch.cat([-second, first], -1) * freqs.sin()
+        return turned * (2.0 if self.is_busy else 1.0)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        self.is_busy = True
+        yield
+        self.is_busy = False
+
+
+def test_what_is_wrong_beside_another_process_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Wrong()
+    # A call that is interrupted takes longer.
+    monkeypatch.setattr(
+        beside, "_stopwatch", lambda is_cuda: lambda: lambda: 3.0 if wrong.is_busy else 1.0
+    )
+    (case,) = (each for each in FAMILIES["rope"].cases if each.name == "angles to 6")
+    family = dataclasses.replace(FAMILIES["rope"], cases=(case, long(case)))
+
+    def checks(**options: Any) -> list[Check]:
+        made = callable_maker(wrong)
+        return [c for found in run_family(family, made, **options) for c in found]
+
+    assert "beside" not in {check.rule for check in checks()}
+    check = checks(is_beside=True, other=wrong)[-1]
+    assert (check.rule, check.status) == ("beside", Status.BROKEN)
+    assert check.text.startswith("y: in ") and "480 of 480 elements" in check.text
+    told = {"beside": "It has the device to itself"}
+    check = checks(is_beside=True, other=wrong, deviations=told)[-1]
+    assert check.status is Status.DEVIATES
+    assert check.text.startswith("It has the device to itself. Seen: y: in ")
+
+
+def test_each_family_has_a_long_case() -> None:
+    # The gradient of a convolution takes its forward's extents from a CPU, which takes too long.
+    missing = {name for name, f in FAMILIES.items() if not any(c.is_long for c in f.cases)}
+    assert missing == {"convolution_backward"}
+    for family in FAMILIES.values():
+        for case in family.cases:
+            assert case.is_long == case.name.startswith("long, ")
