@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.compiled.planned import PlannedKernel
-from tilewright.engines.triton.attention_addresses import row_offsets
+from tilewright.engines.triton.attention_addresses import head_start, row_offsets
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
 from tilewright.engines.triton.attention_config import ForwardConfig, keeps_level, whole
 from tilewright.engines.triton.attention_loop import (
@@ -103,12 +103,8 @@ def attention_repair(
                 in_rows = row < rows
                 q_at = row_offsets(row, None, batch, head, 0, 1, q_batch, q_head, q_row, UNIT)
                 query = load_piece(q, q_at, in_rows, q_col, 0, D_BLOCK, D, False, True)
-                k_at = k + row_offsets(
-                    both * 0, None, batch, key_head, 0, 1, k_batch, k_head, 0, UNIT
-                )
-                v_at = v + row_offsets(
-                    both * 0, None, batch, key_head, 0, 1, v_batch, v_head, 0, UNIT
-                )
+                k_at = head_start(k, None, batch, key_head, 0, 1, k_batch, k_head, UNIT, False)
+                v_at = head_start(v, None, batch, key_head, 0, 1, v_batch, v_head, UNIT, False)
                 last_row = tl.minimum(first_row + BLOCK_M, rows) - 1
                 first, end, _, _ = key_bounds(
                     first_row, last_row, keys, shift, left, right, HAS_LEFT, HAS_RIGHT
