@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.engines.hopper.attention_late import begun_late, rescaled_late, softmax_late
-from tilewright.engines.hopper.attention_records import ROWS
+from tilewright.engines.hopper.attention_records import ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     masked,
@@ -76,9 +76,7 @@ def pass_turn(tiling, WARPGROUP: gl.constexpr):
 @gluon.jit
 def start_scores(q_first, stage, memory, tiling):
     """Start Q K^T for a stage, slab by slab of the tile whose first one is ``q_first``."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
+    layout: gl.constexpr = product_layout(tiling.BLOCK_N, 16)
     zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     k = memory.k.index(stage * tiling.SLABS).permute((1, 0))
     scores = warpgroup_mma(memory.q.index(q_first), k, zero, use_acc=False, is_async=True)
@@ -181,9 +179,7 @@ def first_block(scores, place, first, sequence, problem, tiling, features,
 @gluon.jit
 def nothing_yet(tiling, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
     """(p, top, total) of the types that ``first_block`` makes."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 16]
-    )
+    layout: gl.constexpr = product_layout(tiling.BLOCK_N, 16)
     zeros = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     top = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     total = thread_sums(zeros)

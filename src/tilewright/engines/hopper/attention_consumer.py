@@ -24,7 +24,7 @@ from tilewright.engines.hopper.attention_blocks import (
     take_turn,
 )
 from tilewright.engines.hopper.attention_leaving import leave
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, Place
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, Place, product_layout
 from tilewright.engines.hopper.attention_repair import note_spoiled, watched
 from tilewright.engines.hopper.attention_softmax import (
     clear_tail,
@@ -264,9 +264,7 @@ def consume_tile(number, place, sequence, p, top, total, block, spoiled, nothing
 @gluon.jit
 def consume(q_map, k_map, v_map, o_map, memory, problem, tiling, features, WARPGROUP: gl.constexpr):
     """A consumer: 64 rows of every tile."""
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
-    )
+    out_layout: gl.constexpr = product_layout(tiling.DEPTH_V, 16)
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     DTYPE: gl.constexpr = memory.v.dtype
     nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, out_layout)

@@ -34,7 +34,7 @@ from tilewright.engines.hopper.attention_places import (
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     masked,
@@ -47,9 +47,7 @@ from tilewright.engines.hopper.barriers import barrier_arrive, stores_done
 @gluon.jit
 def start_scores(q, stage, memory, tiling):
     """Start Q K^T for a stage."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
-    )
+    layout: gl.constexpr = product_layout(tiling.BLOCK_N, 8)
     zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
     k = memory.k.index(stage).permute((1, 0))
     return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
@@ -156,12 +154,8 @@ def consume(
     WARPGROUP: gl.constexpr,
 ):
     """A consumer: 64 rows of every tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
-    )
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
-    )
+    score_layout: gl.constexpr = product_layout(tiling.BLOCK_N, 8)
+    out_layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
     of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
     BN: gl.constexpr = tiling.BLOCK_N
     SLOTS: gl.constexpr = tiling.Q_SLOTS

@@ -22,13 +22,14 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
 )
 from tilewright.engines.hopper.attention_fp8_repair import magnitudes
 from tilewright.engines.hopper.attention_fp8_softmax import EXPONENT, UNIT
+from tilewright.engines.hopper.attention_fp8_turns import begin_turns, end_turns
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
-from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
+from tilewright.engines.hopper.barriers import barrier_arrive
 
 
 @gluon.jit
@@ -72,13 +73,9 @@ def consume_long(
     WARPGROUP: gl.constexpr,
 ):
     """A consumer: 64 rows of every tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
-    )
+    score_layout: gl.constexpr = product_layout(tiling.BLOCK_N, 8)
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout, k_width=4)
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
-    )
+    out_layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
     of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
     SLOTS: gl.constexpr = tiling.Q_SLOTS
     ARE_THREE: gl.constexpr = tiling.WARPGROUPS == 3
@@ -86,9 +83,7 @@ def consume_long(
     peak_o = gl.zeros([ROWS], gl.int32, of_row)
     spoiled = peak_o
     block = 0
-    if WARPGROUP == tiling.WARPGROUPS - 1:
-        # The first turn is the first consumer's.
-        barrier_arrive(tiling.T_BARRIER, "256")
+    begin_turns(tiling, WARPGROUP)
     count = count_tiles(problem, tiling, features)
     step = next_step(0, problem, tiling, features)
     for number in range(count):
@@ -119,9 +114,7 @@ def consume_long(
         peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
         leave(out * gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
         step = next_step(step + 1, problem, tiling, features)
-    if WARPGROUP == 0:
-        # A turn that nobody takes: no barrier is left half joined.
-        barrier_wait(tiling.T_BARRIER, "256")
+    end_turns(tiling, WARPGROUP)
     end_of_consumer(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
 
 

@@ -23,21 +23,22 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
     leave,
     row_ends,
 )
-from tilewright.engines.hopper.attention_fp8_pair_softmax import masked, pass_turn, softmax_block
+from tilewright.engines.hopper.attention_fp8_pair_softmax import masked, softmax_block
 from tilewright.engines.hopper.attention_fp8_records import P_UNIT
 from tilewright.engines.hopper.attention_fp8_repair import magnitudes
+from tilewright.engines.hopper.attention_fp8_turns import begin_turns, end_turns
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     rescaled,
     thread_sums,
 )
-from tilewright.engines.hopper.barriers import barrier_arrive, barrier_wait
+from tilewright.engines.hopper.barriers import barrier_arrive
 
 
 @gluon.jit
@@ -124,12 +125,8 @@ def consume(
     WARPGROUP: gl.constexpr,
 ):
     """A consumer: 64 rows of every tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.BLOCK_N, 32]
-    )
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
-    )
+    score_layout: gl.constexpr = product_layout(tiling.BLOCK_N, 8)
+    out_layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
     of_row: gl.constexpr = gl.SliceLayout(1, out_layout)
     BN: gl.constexpr = tiling.BLOCK_N
     SLOTS: gl.constexpr = tiling.Q_SLOTS
@@ -140,8 +137,7 @@ def consume(
     factor = gl.load(problem.descale_v) * gl.load(problem.descale_s) * gl.load(problem.scale_s)
     factor = factor * P_UNIT
     scale_o = gl.load(problem.scale_o)
-    if WARPGROUP == tiling.WARPGROUPS - 1:
-        pass_turn(tiling, WARPGROUP)
+    begin_turns(tiling, WARPGROUP)
     block = 0
     count = count_tiles(problem, tiling, features)
     step = next_step(0, problem, tiling, features)
@@ -185,8 +181,7 @@ def consume(
         peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
         leave(acc * (gain * scale_o)[:, None], o_map, place, first, memory, WARPGROUP)
         step = next_step(step + 1, problem, tiling, features)
-    if WARPGROUP == 0:
-        barrier_wait(tiling.T_BARRIER, "256")
+    end_turns(tiling, WARPGROUP)
     end_of_consumer(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)
 
 

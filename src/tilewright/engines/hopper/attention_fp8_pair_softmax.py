@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 
 from tilewright.engines.hopper.attention_fp8_consumer import as_operand
 from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT
+from tilewright.engines.hopper.attention_fp8_turns import pass_turn
 from tilewright.engines.hopper.attention_records import ROWS
 from tilewright.engines.hopper.attention_softmax import MINUS_INFINITY, thread_sums
-from tilewright.engines.hopper.barriers import barrier_arrive
 
 
 @gluon.jit
@@ -104,12 +104,6 @@ def take_turn(values, tiling, WARPGROUP: gl.constexpr):
     return gl.inline_asm_elementwise(
         turn_text(NUMBER), "=r,=r,r,r,~{memory}", [values], dtype=gl.float32, is_pure=False, pack=2
     )
-
-
-@gluon.jit
-def pass_turn(tiling, WARPGROUP: gl.constexpr):
-    """The next warpgroup's turn begins."""
-    barrier_arrive(tiling.T_BARRIER + (WARPGROUP + 1) % tiling.WARPGROUPS, "256")
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from tilewright.engines.hopper.attention_places import (
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import LOG2E, MINUS_INFINITY
 from tilewright.engines.hopper.barriers import stores_done
 
@@ -35,9 +35,7 @@ def magnitudes(out, rows, end):
 @gluon.jit
 def repair(peak, count, problem, tiling, features, WARPGROUP: gl.constexpr):
     """Go through this program's tiles again; gives ``peak`` with their largest magnitudes."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
-    )
+    layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
     step = next_step(0, problem, tiling, features)
     for _ in range(count):
         place, sequence = place_of(step, problem, tiling, features)
@@ -66,9 +64,7 @@ def note_spoiled(spoiled, note):
 def repair_all(memory, problem, tiling, features):
     """Compute spoiled tiles of all consumers again, when they are done."""
     note_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 32]
-    )
+    layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
     noted = memory.spoiled.index(0).load(note_layout)
     for w in gl.static_range(1, tiling.WARPGROUPS):
         noted = noted | memory.spoiled.index(w).load(note_layout)
@@ -127,9 +123,7 @@ def as_stored(place, first, problem, tiling, LAYOUT: gl.constexpr):
 @gluon.jit
 def score_column(key, rows, place, sequence, problem, tiling):
     """q_i . k_key for the tile's rows."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 32]
-    )
+    layout: gl.constexpr = product_layout(CHUNK, 8)
     rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
     parts = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     k_at = problem.k.pointer + element(

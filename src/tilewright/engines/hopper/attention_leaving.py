@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewright.engines.hopper.attention_places import element
-from tilewright.engines.hopper.attention_records import ROWS
+from tilewright.engines.hopper.attention_records import ROWS, product_layout
 from tilewright.engines.hopper.barriers import partition_barrier
 
 
@@ -18,9 +18,7 @@ def in_parts(out, tiling):
     """The columns of O in as many parts as leave one after another."""
     if tiling.OUT_PARTS == 2:
         half: gl.constexpr = out.shape[1] // 2
-        layout: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, half, 16]
-        )
+        layout: gl.constexpr = product_layout(half, 16)
         low, high = gl.split(gl.permute(gl.reshape(out, [ROWS, 2, half]), [0, 2, 1]))
         low = gl.convert_layout(low, layout, assert_trivial=True)
         high = gl.convert_layout(high, layout, assert_trivial=True)

@@ -25,6 +25,14 @@ SCALED = gl.constexpr(1)
 CAPPED = gl.constexpr(2)
 
 
+@gluon.constexpr_function
+def product_layout(columns, bits):
+    """Who holds what of a product of ROWS rows, 16 a warp; operands have elements of ``bits``."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
+    )
+
+
 @aggregate
 class Operand:
     """An operand in global memory: pointer, steps in elements, and where sequences start.

@@ -20,7 +20,13 @@ from tilewright.engines.hopper.attention_places import (
     owners_of,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ORDERED, ROWS, apart
+from tilewright.engines.hopper.attention_records import (
+    NO_LENGTHS,
+    ORDERED,
+    ROWS,
+    apart,
+    product_layout,
+)
 from tilewright.engines.hopper.attention_softmax import (
     LOG2E,
     MINUS_INFINITY,
@@ -82,9 +88,7 @@ def repair_tile(step, problem, tiling, features):
 @gluon.jit
 def repair(place, first, sequence, problem, tiling, features):
     """Compute a tile's rows again if a value that one of them may not see is not finite."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tiling.DEPTH_V, 16]
-    )
+    layout: gl.constexpr = product_layout(tiling.DEPTH_V, 16)
     low = place.low * tiling.BLOCK_N
     high = min(place.high * tiling.BLOCK_N, sequence.keys)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -114,9 +118,7 @@ def value_row(key, place, sequence, problem, tiling, features, LAYOUT: gl.conste
 @gluon.jit
 def score_column(key, rows, place, sequence, problem, tiling, features):
     """q_i . k_key for the tile's rows."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16]
-    )
+    layout: gl.constexpr = product_layout(CHUNK, 16)
     rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
     parts = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     head = place.head // problem.group
