@@ -6,84 +6,21 @@ of the block before multiply V. Sums hardly ever need a factor, so the tensor co
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
-from tilewright.engines.hopper.attention_fp8_consumer import start_scores
-from tilewright.engines.hopper.attention_fp8_softmax import of_words_operand, softmax_block, started
-from tilewright.engines.hopper.attention_records import ROWS
-from tilewright.engines.hopper.attention_softmax import (
-    MINUS_INFINITY,
-    products_in_place,
-    skipping_products,
+from tilewright.engines.hopper.attention_fp8_products import (
+    last_sums,
+    rescaled_by_thread,
+    scores_of,
+    stage_of,
+    start_scores,
+    start_sums,
 )
+from tilewright.engines.hopper.attention_fp8_softmax import softmax_text, started
+from tilewright.engines.hopper.attention_fp8_words import words_in_turn
+from tilewright.engines.hopper.attention_softmax import masked
 from tilewright.engines.hopper.barriers import barrier_arrive
-
-
-@gluon.jit
-def start_sums(words, acc, stage, memory):
-    """Start to add P V of a stage to ``acc``."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=4)
-    p = of_words_operand(words, layout, memory.vt.dtype)
-    return warpgroup_mma(p, memory.vt.index(stage).permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
-def masked(scores, first, column, sequence, features):
-    """Scores with -inf where row ``first + i`` does not see key ``column + j``.
-
-    What a thread's columns have in common is on the rows' side: constants are compared.
-    """
-    layout: gl.constexpr = scores.type.layout
-    columns = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    common = columns & 6
-    columns = columns & -7
-    if features.HAS_RIGHT:
-        end = (gl.minimum(rows + sequence.right + 1, sequence.keys) - column)[:, None]
-        seen = columns[None, :] < end - common[None, :]
-    else:
-        seen = (columns < sequence.keys - column - common)[None, :]
-    return gl.where(seen, scores, MINUS_INFINITY)
-
-
-@gluon.jit
-def rescaled(acc, factor):
-    """Sums times the factor (rows, 4) of their row; a warp whose factors are all 1 skips that."""
-    COUNT: gl.constexpr = acc.shape[1] // 2
-    parts = acc.reshape([acc.shape[0], acc.shape[1] // 8, 4, 2])
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
-    factor = gl.convert_layout(factor, layout, assert_trivial=True).expand_dims(1).expand_dims(3)
-    parts = gl.inline_asm_elementwise(
-        skipping_products(COUNT), products_in_place(COUNT), [parts, factor],
-        dtype=gl.float32, is_pure=False, pack=COUNT,
-    )  # fmt: skip
-    return gl.convert_layout(parts.reshape(acc.shape), acc.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def stage_of(block, tiling):
-    """(the stage of a block, the parity of its barriers' phase)."""
-    if tiling.STAGES == 2:
-        # Without a division of signed numbers, so that it is seen what does not change in a loop.
-        stage = block & 1
-        phase = (block >> 1) & 1
-    else:
-        stage = block % tiling.STAGES
-        phase = (block // tiling.STAGES) & 1
-    return stage, phase
-
-
-@gluon.jit
-def turn_of_softmax(scores, bias, total, peak, problem, tiling, WARPGROUP: gl.constexpr):
-    """``softmax_block`` when it is this warpgroup's turn."""
-    OWN: gl.constexpr = tiling.T_BARRIER + WARPGROUP
-    OTHER: gl.constexpr = tiling.T_BARRIER + 1 - WARPGROUP
-    return softmax_block(scores, bias, total, peak, problem.scale, OWN, OTHER)
 
 
 @gluon.jit
@@ -91,14 +28,12 @@ def first_block(q, first, column, block, sequence, memory, problem, tiling, feat
                 WARPGROUP: gl.constexpr):  # fmt: skip
     """(probabilities, b, l, the largest) of a tile's first block."""
     stage, phase = stage_of(block, tiling)
-    mbarrier.wait(memory.k_full.index(stage), phase)
-    scores = warpgroup_mma_wait(0, deps=(start_scores(q, stage, memory, tiling),))
-    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    scores = scores_of(q, stage, phase, memory, tiling)
     if features.FIRST_MASKED:
-        scores = masked(scores, first, column, sequence, features)
+        scores = masked(scores, first, column, sequence, tiling, features, True)
     bias, total, peak = started(scores, problem.scale)
-    words, bias, total, peak, _ = turn_of_softmax(
-        scores, bias, total, peak, problem, tiling, WARPGROUP
+    words, bias, total, peak, _ = words_in_turn(
+        scores, bias, total, peak, problem.scale, tiling, softmax_text, WARPGROUP
     )
     return words, bias, total, peak
 
@@ -116,23 +51,13 @@ def next_block(q, words, acc, bias, total, peak, first, column, block, sequence,
     scores = warpgroup_mma_wait(1, deps=(scores,))
     barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
     if MASKED:
-        scores = masked(scores, first, column, sequence, features)
-    made, bias, total, peak, factor = turn_of_softmax(
-        scores, bias, total, peak, problem, tiling, WARPGROUP
+        scores = masked(scores, first, column, sequence, tiling, features, True)
+    made, bias, total, peak, factor = words_in_turn(
+        scores, bias, total, peak, problem.scale, tiling, softmax_text, WARPGROUP
     )
     acc, words = warpgroup_mma_wait(0, deps=(acc, words))
     barrier_arrive(tiling.V_BARRIER + before, tiling.RELEASE)
-    return made, rescaled(acc, factor), bias, total, peak
-
-
-@gluon.jit
-def last_product(words, acc, block, memory, tiling):
-    """The product of a tile's last block."""
-    stage, phase = stage_of(block, tiling)
-    mbarrier.wait(memory.vt_full.index(stage), phase)
-    acc, words = warpgroup_mma_wait(0, deps=(start_sums(words, acc, stage, memory), words))
-    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
-    return acc
+    return made, rescaled_by_thread(acc, factor), bias, total, peak
 
 
 @gluon.jit
@@ -166,4 +91,4 @@ def tile_sums(q, acc, place, first, block, sequence, memory, problem, tiling, fe
             features, False, WARPGROUP,
         )  # fmt: skip
         block += 1
-    return last_product(words, acc, block - 1, memory, tiling), bias, total, peak, block
+    return last_sums(words, acc, block - 1, memory, tiling), bias, total, peak, block

@@ -13,12 +13,7 @@ blocks are added up in float32: within a block the tensor cores keep fewer bits.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
 from tilewright.engines.hopper.attention_fp8_leaving import (
@@ -27,6 +22,7 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
     leave,
     row_ends,
 )
+from tilewright.engines.hopper.attention_fp8_products import as_operand, scores_of, summed
 from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT, P_UNIT
 from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, magnitudes, repair
 from tilewright.engines.hopper.attention_places import (
@@ -38,33 +34,9 @@ from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, produc
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     masked,
-    rescaled,
     thread_sums,
 )
 from tilewright.engines.hopper.barriers import barrier_arrive, stores_done
-
-
-@gluon.jit
-def start_scores(q, stage, memory, tiling):
-    """Start Q K^T for a stage."""
-    layout: gl.constexpr = product_layout(tiling.BLOCK_N, 8)
-    zero = gl.zeros([ROWS, tiling.BLOCK_N], gl.float32, layout)
-    k = memory.k.index(stage).permute((1, 0))
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def as_operand(p, LAYOUT: gl.constexpr, kind: gl.constexpr):
-    """Probabilities as the second product reads them: rounded, keys in the order of V^T.
-
-    A thread of the first product has keys 8c + 2q + e of 16, where q is its number among four; as
-    an operand it has positions 4q + 2c + e. So key 8c + 2q + e takes position 4q + 2c + e, and
-    nothing moves between threads.
-    """
-    rows: gl.constexpr = p.shape[0]
-    keys: gl.constexpr = p.shape[1]
-    p = p.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
-    return gl.convert_layout(p, LAYOUT, assert_trivial=True).to(kind)
 
 
 @gluon.jit
@@ -98,25 +70,15 @@ def next_block(
     MASKED: gl.constexpr,
 ):
     """Both products of a block, and what lies between them."""
-    layout: gl.constexpr = acc.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4)
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=4)
     stage = block % tiling.STAGES
     phase = (block // tiling.STAGES) & 1
-    mbarrier.wait(memory.k_full.index(stage), phase)
-    token = start_scores(q, stage, memory, tiling)
-    scores = warpgroup_mma_wait(0, deps=(token,))
-    barrier_arrive(tiling.K_BARRIER + stage, tiling.RELEASE)
+    scores = scores_of(q, stage, phase, memory, tiling)
     if MASKED:
         scores = masked(scores, first, column, sequence, tiling, features)
     p, factor, top, total = softmax_block(scores, top, total, problem.scale, MASKED)
-    rounded = as_operand(p, p_layout, memory.vt.dtype)
-    mbarrier.wait(memory.vt_full.index(stage), phase)
-    v = memory.vt.index(stage).permute((1, 0))
-    nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, layout)
-    token = warpgroup_mma(rounded, v, nothing, use_acc=False, is_async=True)
-    added = warpgroup_mma_wait(0, deps=(token,))
-    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
-    return rescaled(acc, factor) + added, top, total
+    p = as_operand(p, p_layout, memory.vt.dtype)
+    return summed(p, factor, acc, stage, phase, memory, tiling), top, total
 
 
 @gluon.jit

@@ -11,12 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
-from tilewright.engines.hopper.attention_fp8_consumer import start_scores
 from tilewright.engines.hopper.attention_fp8_leaving import (
     end_of_consumer,
     finite_peaks,
@@ -24,6 +22,7 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
     row_ends,
 )
 from tilewright.engines.hopper.attention_fp8_pair_softmax import masked, softmax_block
+from tilewright.engines.hopper.attention_fp8_products import start_scores, summed
 from tilewright.engines.hopper.attention_fp8_records import P_UNIT
 from tilewright.engines.hopper.attention_fp8_repair import magnitudes
 from tilewright.engines.hopper.attention_fp8_turns import begin_turns, end_turns
@@ -35,7 +34,6 @@ from tilewright.engines.hopper.attention_places import (
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
-    rescaled,
     thread_sums,
 )
 from tilewright.engines.hopper.barriers import barrier_arrive
@@ -82,13 +80,7 @@ def next_block(
         features.FIRST_MASKED,
         WARPGROUP,
     )
-    mbarrier.wait(memory.vt_full.index(stage), phase)
-    v = memory.vt.index(stage).permute((1, 0))
-    nothing = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, layout)
-    token = warpgroup_mma(p, v, nothing, use_acc=False, is_async=True)
-    added = warpgroup_mma_wait(0, deps=(token,))
-    barrier_arrive(tiling.V_BARRIER + stage, tiling.RELEASE)
-    return rescaled(acc, factor) + added, top, total
+    return summed(p, factor, acc, stage, phase, memory, tiling), top, total
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ turns at it: while one makes exponentials, the other multiplies.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewright.engines.hopper.attention_fp8_consumer import as_operand
+from tilewright.engines.hopper.attention_fp8_products import as_operand
 from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT
 from tilewright.engines.hopper.attention_fp8_turns import pass_turn
 from tilewright.engines.hopper.attention_records import ROWS

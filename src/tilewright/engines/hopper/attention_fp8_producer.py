@@ -6,7 +6,7 @@ pairs of columns, two byte permutations part a pair, ``stmatrix`` stores.
 
 What falls out of that is a V^T in an order of its own, and the others follow it at no cost:
 - keys within 16: position 4q + 2c + e holds key 8c + 2q + e, which is the order in which a thread
-  of the first product holds its probabilities (``attention_fp8_consumer.as_operand``);
+  of the first product holds its probabilities (``attention_fp8_products.as_operand``);
 - columns within 16: row 8p + i holds column 2i + p (``attention_fp8_leaving.in_order``), so that
   eight rows that are stored at once lie side by side and in different banks.
 
