@@ -17,14 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewright.engines.hopper.attention_consumer import ends_of_masks
 from tilewright.engines.hopper.attention_fp8_leaving import (
-    finite_peaks,
     give_maxima,
-    leave,
+    hand_over,
     row_ends,
 )
 from tilewright.engines.hopper.attention_fp8_products import as_operand, scores_of, summed
 from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT, P_UNIT
-from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, magnitudes, repair
+from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, repair
 from tilewright.engines.hopper.attention_places import (
     count_tiles,
     next_step,
@@ -182,10 +181,9 @@ def consume(
         out, peak_s = finish(
             acc, top, total, factor * P_UNIT, peak_s, place, first, sequence, problem, features
         )
-        rows = first + gl.arange(0, ROWS, of_row)
-        found = magnitudes(out, rows, problem.rows)
-        peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
-        leave(out * gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+        peak_o, spoiled = hand_over(
+            out, peak_o, spoiled, o_map, place, first, memory, problem, features, WARPGROUP
+        )
         step = next_step(step + 1, problem, tiling, features)
     tma.store_wait(0)
     if features.REPAIRS:

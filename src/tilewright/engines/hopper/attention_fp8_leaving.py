@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, note_spoiled
+from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, magnitudes, note_spoiled
 from tilewright.engines.hopper.attention_places import element
-from tilewright.engines.hopper.attention_records import NO_LENGTHS
+from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
 from tilewright.engines.hopper.attention_softmax import LN2, LOG2E, MINUS_INFINITY
 from tilewright.engines.hopper.barriers import partition_barrier
 
@@ -86,6 +86,17 @@ def finite_peaks(found, spoiled, peak, features):
         spoiled = gl.maximum(spoiled, found)
         found = gl.where(found > INFINITY_BITS, 0, found)
     return gl.maximum(peak, found), spoiled
+
+
+@gluon.jit
+def hand_over(out, peak_o, spoiled, o_map, place, first, memory, problem, features,
+              WARPGROUP: gl.constexpr):  # fmt: skip
+    """``finite_peaks`` with O of a tile, which leaves; ``out`` is O before scale_o."""
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
+    found = magnitudes(out, rows, problem.rows)
+    peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
+    leave(out * gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+    return peak_o, spoiled
 
 
 @gluon.jit

@@ -16,11 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewright.engines.hopper import attention_fp8_blocks, attention_fp8_three
 from tilewright.engines.hopper.attention_fp8_leaving import (
     end_of_consumer,
-    finite_peaks,
-    leave,
+    hand_over,
     row_ends,
 )
-from tilewright.engines.hopper.attention_fp8_repair import magnitudes
 from tilewright.engines.hopper.attention_fp8_softmax import EXPONENT, UNIT
 from tilewright.engines.hopper.attention_fp8_turns import begin_turns, end_turns
 from tilewright.engines.hopper.attention_places import (
@@ -109,10 +107,9 @@ def consume_long(
             acc, bias, total, peak, factor * UNIT, peak_s, place, first, sequence, problem,
             features, ARE_THREE,
         )  # fmt: skip
-        rows = first + gl.arange(0, ROWS, of_row)
-        found = magnitudes(out, rows, problem.rows)
-        peak_o, spoiled = finite_peaks(found, spoiled, peak_o, features)
-        leave(out * gl.load(problem.scale_o), o_map, place, first, memory, WARPGROUP)
+        peak_o, spoiled = hand_over(
+            out, peak_o, spoiled, o_map, place, first, memory, problem, features, WARPGROUP
+        )
         step = next_step(step + 1, problem, tiling, features)
     end_turns(tiling, WARPGROUP)
     end_of_consumer(spoiled, peak_s, peak_o, memory, problem, features, WARPGROUP)

@@ -35,17 +35,11 @@ def magnitudes(out, rows, end):
 @gluon.jit
 def repair(peak, count, problem, tiling, features, WARPGROUP: gl.constexpr):
     """Go through this program's tiles again; gives ``peak`` with their largest magnitudes."""
-    layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
     step = next_step(0, problem, tiling, features)
     for _ in range(count):
         place, sequence = place_of(step, problem, tiling, features)
         first = place.first + WARPGROUP * ROWS
-        if is_spoiled(place, first, sequence, problem, tiling, features, layout):
-            out = summed_anew(place, first, sequence, problem, tiling, features, layout)
-        else:
-            out = as_stored(place, first, problem, tiling, layout)
-        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        peak = gl.maximum(peak, magnitudes(out, rows, problem.rows))
+        peak = repaired(peak, place, first, sequence, problem, tiling, features)
         step = next_step(step + 1, problem, tiling, features)
     return peak
 
@@ -75,15 +69,22 @@ def repair_all(memory, problem, tiling, features):
             place, sequence = place_of(step, problem, tiling, features)
             for part in range(tiling.WARPGROUPS):
                 first = place.first + part * ROWS
-                if is_spoiled(place, first, sequence, problem, tiling, features, layout):
-                    out = summed_anew(place, first, sequence, problem, tiling, features, layout)
-                else:
-                    out = as_stored(place, first, problem, tiling, layout)
-                rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-                peak = gl.maximum(peak, magnitudes(out, rows, problem.rows))
+                peak = repaired(peak, place, first, sequence, problem, tiling, features)
             step = next_step(step + 1, problem, tiling, features)
         if features.HAS_AMAX_O:
             gl.atomic_max(problem.amax_o, gl.max(peak, 0))
+
+
+@gluon.jit
+def repaired(peak, place, first, sequence, problem, tiling, features):
+    """``peak`` with the magnitudes of a tile's rows, which are computed again if spoiled."""
+    layout: gl.constexpr = product_layout(tiling.DEPTH_V, 8)
+    if is_spoiled(place, first, sequence, problem, tiling, features, layout):
+        out = summed_anew(place, first, sequence, problem, tiling, features, layout)
+    else:
+        out = as_stored(place, first, problem, tiling, layout)
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    return gl.maximum(peak, magnitudes(out, rows, problem.rows))
 
 
 @gluon.jit
