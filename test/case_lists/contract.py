@@ -300,6 +300,7 @@ CONTRACT: tuple[Case, ...] = (
         "keys hold plan-time facts only",
         (
             f"{P}/core/artifact/test_artifact_key.py",
+            f"{P}/core/artifact/test_kernel_source.py",
             f"{CHAINS}_keys.py",
             f"{RECORDS}::test_names_are_not_in_the_key_and_facts_are",
         ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import threading
 from typing import Any
 
@@ -14,6 +12,7 @@ from tilewright.artifact.forbidding import require_compiler
 from tilewright.artifact.key import KernelKey
 from tilewright.artifact.location import current_store
 from tilewright.engines.compiled.compiler import KernelSpec, compile_kernel
+from tilewright.engines.compiled.kernel_source import source_digest
 
 _lock = threading.Lock()
 _memory: dict[str, KernelCode] = {}
@@ -76,21 +75,6 @@ def key_of(spec: KernelSpec, compute_capability: tuple[int, int]) -> KernelKey:
     )
 
 
-def source_digest(function: Any) -> str:
-    """What a kernel's source is, with every helper that it calls and the globals that they read.
-
-    A compiled function knows that of itself. An interpreted one does not: there it is the
-    kernel's own text, and nothing is ever stored.
-    """
-    digest = getattr(function, "cache_key", None)
-    if digest is None:
-        text = inspect.getsource(function.fn)
-        return "text " + hashlib.sha256(text.encode()).hexdigest()
-    # Triton's digest has the values of constexpr globals only; it can be told to take others.
-    values = [(name, repr(value)) for (name, _), (value, _) in function.used_global_vals.items()]
-    return hashlib.sha256(repr((digest, sorted(values))).encode()).hexdigest()
-
-
 def forget() -> None:
     """Empty this process's memory of code; loaded kernels stay loaded, the store stays as it is."""
     with _lock:
@@ -124,7 +108,7 @@ def _plain(value: Any) -> Any:
         return ("triton dtype", str(value))
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
-    if hasattr(value, "cache_key") or hasattr(value, "fn"):
+    if hasattr(value, "fn"):
         return ("triton function", source_digest(value))
     return value
 
