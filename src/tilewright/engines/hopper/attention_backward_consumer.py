@@ -84,7 +84,7 @@ def start_gradients(
     p, acc_k, acc_v, zero, key, tile, low_open, high_open, step, memory, problem, config,
     d_s_layout: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """DV of a tile, dS, and the start of its dK: (the token of dK, dV, dS as an operand)."""
+    """A tile's dV, its dS, and the start of its dK: (the token of dK, dV, dS as an operand)."""
     rows_layout: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_v.type.layout, 2)
     dtype: gl.constexpr = memory.q.dtype

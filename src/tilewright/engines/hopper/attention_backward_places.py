@@ -106,7 +106,7 @@ def problem_of(
 
 @gluon.jit
 def gradient_of(pointer, starts, batch_step, head_step, row_step, problem, config):
-    """DK or dV of the program's head and sequence."""
+    """The dK or dV of the program's head and sequence."""
     at = pointer + problem.head_kv.to(gl.int64) * head_step
     if config.RAGGED_KV:
         at += start_of(problem.batch, starts, True).to(gl.int64) * row_step

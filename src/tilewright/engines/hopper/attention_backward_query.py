@@ -165,7 +165,7 @@ def probabilities(scores, lse, row, step, block, low_open, high_open, memory, pr
 @gluon.jit
 def score_gradients(p, d_p, delta, row, block, low_open, high_open, problem, config,
                     dtype: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """DS of a block as an operand."""
+    """A block's dS as an operand."""
     d_s = p * (d_p - delta[:, None])
     if config.MASKS:
         if is_masked(block, low_open, high_open):

@@ -136,7 +136,7 @@ class Starts:
 
 @aggregate
 class Gradient:
-    """DK or dV of the program's head and sequence: its first row, and a row's step."""
+    """The dK or dV of the program's head and sequence: its first row, and a row's step."""
 
     at: gl.tensor
     row: gl.tensor

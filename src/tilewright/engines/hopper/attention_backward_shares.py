@@ -1,4 +1,4 @@
-"""DK and dV of keys whose rows several programs share.
+"""The dK and dV of keys whose rows several programs share.
 
 Each program puts its sums by in the workspace, in float32, and counts itself; who comes last adds
 up all of them, in the order of the shares, so that the result does not depend on who that was.

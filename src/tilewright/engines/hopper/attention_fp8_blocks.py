@@ -1,4 +1,4 @@
-"""A block of keys where FP8 attention is long: two consumers of 64 rows each.
+"""A block of keys where FP8 attention is long and has two consumers of 64 rows each.
 
 Scores of a block are made; then they become probabilities (``attention_fp8_softmax``) while those
 of the block before multiply V. Sums hardly ever need a factor, so the tensor cores add blocks up.

@@ -1,8 +1,8 @@
-"""Scores to rounded probabilities in FP8 attention with three consumers, a block at a time.
+"""Scores to rounded probabilities in FP8 attention with three consumers where it is long.
 
-As ``attention_fp8_softmax``, with x = c s - b in the place of a score and p = 2^x in that of x, for
-three consumers have no registers to keep scores until all p are known. So what E4M3 cannot hold is
-looked for before exponentials are made: where some x is above 8.8, a warp finds its rows' maxima,
+As in ``attention_fp8_softmax``, p = 2^x with x = c s - b. But x takes the register of the score s,
+and p that of x: three consumers have none to keep scores in until all p are known. So what E4M3
+cannot hold is looked for before exponentials: where some x is above 8.8, a warp finds rows' maxima,
     d = max(0, max x - E),  b' = b + d,  x' = x - d,  l' = 2^-d l + sum p.
 The largest x of a row is kept, less d where b grows; it is at least E, so that the bits of floats
 order it.

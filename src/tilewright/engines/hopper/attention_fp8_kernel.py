@@ -3,11 +3,10 @@
     S = scale descale_q descale_k Q K^T + mask, P = softmax(S), Amax_S = max P
     O = scale_s descale_s descale_v P8 V, Amax_O = max |O|, stored O scale_o
 
-where P8 is P rounded to E4M3 (``attention_fp8_consumer`` tells at which scale). Four warps copy Q,
-K and V and transpose V in shared memory (``attention_fp8_producer``); two or three consumers of
-four warps (``attention_fp8_pair`` where bands are short, ``attention_fp8_long`` where wide heads
-are long, else ``attention_fp8_consumer``) each own 64 rows of a tile. Tiles are dealt as in
-``attention_kernel``.
+where P8 is P rounded to E4M3 (the consumers tell at which scale). Four warps copy Q, K and V, and
+transpose V in shared memory (``attention_fp8_producer``); two or three consumers of four warps each
+own 64 rows of a tile (``attention_fp8_pair`` where bands are short, ``attention_fp8_long`` where
+wide heads are long, else ``attention_fp8_consumer``). Tiles are dealt as in ``attention_kernel``.
 
 Source: Shah et al. 2024.
 """

@@ -1,7 +1,7 @@
 """A consumer of FP8 attention where it is long: four warps that make 64 rows of every tile.
 
-Block by block they multiply keys with Q, make probabilities by maxima of before, and multiply
-values with them: two, which hold Q in registers (``attention_fp8_blocks``), or three
+Block by block it multiplies keys with Q, makes probabilities by maxima of before, and multiplies
+values with them, as one of two, which hold Q in registers (``attention_fp8_blocks``), or of three
 (``attention_fp8_three``). Hidden NaN are repaired when all are done.
 
 Probabilities are rounded to E4M3 in registers (``attention_fp8_softmax`` tells at which scale). A

@@ -1,4 +1,4 @@
-"""A block of keys where FP8 attention has three consumers of 64 rows each.
+"""A block of keys where FP8 attention is long and has three consumers of 64 rows each.
 
 A consumer's products come one after the other, with nothing of its own beside them: there are no
 registers for more. While one consumer makes exponentials, the two others multiply.

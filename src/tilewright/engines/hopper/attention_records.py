@@ -27,7 +27,7 @@ CAPPED = gl.constexpr(2)
 
 @gluon.constexpr_function
 def product_layout(columns, bits):
-    """Who holds what of a product of ROWS rows, 16 a warp; operands have elements of ``bits``."""
+    """Who holds what of a product: 64 rows, 16 a warp, of operands of ``bits`` bits an element."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
     )

@@ -3,9 +3,9 @@
 A hidden key has probability 0, and 0 times NaN or infinity is NaN: a matrix product spreads it to
 rows that must not see it. That is rare, so tiles only note whether they came out finite where masks
 hide keys. If one did not, its program goes through its tiles again when all is done, outside of the
-warp partitions, whose registers that work would cost otherwise: those tiles of which
-some row may not see a value that is not finite are summed anew, key by key, and what a row does not
-see is not looked at.
+warp partitions, whose registers that work would cost otherwise: those tiles of which some row may
+not see a value that is not finite are summed anew, key by key, and what a row does not see is not
+looked at.
 """
 
 from triton.experimental import gluon
