@@ -110,6 +110,8 @@ def _launcher(
 
 def _captured(run: Callable[[], None], owned: contextlib.ExitStack) -> Callable[[], None]:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    # After whatever made the operands: the first run reads offsets and lengths among them.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()

@@ -245,6 +245,8 @@ def test_several_streams_at_once(declare: Any, way: str) -> None:
         calls.append((own, outputs_of(graph), workspace_of(graph), torch.cuda.Stream()))
     wanted = [results_of(graph, own) for own, *_ in calls]
     frames = [graph.bind({**own, **results}, space) for own, results, space, _ in calls]
+    # The operands were made on another stream.
+    torch.cuda.synchronize()
     for _ in range(4):
         for (own, results, space, stream), frame in zip(calls, frames, strict=True):
             if way == "frame":

@@ -65,6 +65,25 @@ def test_a_scale_read_at_capture_is_seen(cuda_operands: Given) -> None:
     assert verdict.outcome is Outcome.BROKEN, verdict
 
 
+def test_a_captured_run_comes_after_what_made_its_operands(cuda_operands: Given) -> None:
+    a, seen = cuda_operands["a"], torch.empty_like(cuda_operands["a"])
+    a.zero_()
+    torch.cuda.synchronize()
+    # Some milliseconds, before the operand is what it is.
+    torch.cuda._sleep(50_000_000)
+    a.fill_(2.0)
+    found: list[torch.Tensor] = []
+
+    def run() -> None:
+        seen.copy_(a)
+        if not torch.cuda.is_current_stream_capturing():
+            found.append(seen.clone())
+
+    with contextlib.ExitStack() as owned:
+        replay._captured(run, owned)
+    assert len(found) == 1 and bool((found[0] == 2.0).all())
+
+
 def test_a_captured_run_lives_as_long_as_its_replays(cuda_operands: Given) -> None:
     class Run:
         def __call__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewright.testing import detectors
-from tilewright.testing.detectors import Outcome, Subject, frames
+from tilewright.testing.detectors import Outcome, Subject, frames, replay
 from tilewright.testing.detectors.subject import Declared, Tensors
 
 pytestmark = pytest.mark.L0
@@ -56,6 +56,21 @@ def test_each_side_of_frames_waits_for_who_made_operands_and_reads_results(
     operand = types.SimpleNamespace(device=torch.device("cuda", 0))
     frames._runner(subject, {"a": operand})()  # type: ignore[arg-type, dict-item]
     assert side.log == ["waits for the caller's", "work", "host waits"]
+
+
+def test_the_first_run_of_a_capture_waits_for_who_made_operands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side, graph = Streams(), types.SimpleNamespace(reset=None, replay=None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "synchronize", side.synchronize)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    owned = types.SimpleNamespace(callback=lambda *_: None)
+    replay._captured(lambda: side.log.append("work"), owned)  # type: ignore[arg-type]
+    assert side.log == ["waits for the caller's", "work", "host waits", "work"]
 
 
 def test_a_launch_without_allocation_holds(operands: Given) -> None:
