@@ -75,7 +75,12 @@ def decoding() -> str:
     """Decoding, in bytes that have to be read."""
     lines = []
     for length in ("4096", "32768"):
-        for mask, name in (("even", length), ("uneven", f"{length} at most, uneven")):
+        kinds = {
+            "even": length,
+            "uneven": f"{length} at most, uneven",
+            "quarter": f"{length} declared, a quarter there",
+        }
+        for mask, name in kinds.items():
             found = rows("attention", kind="decode", length=length, mask=mask)
             rates = {each["who"]: Decimal(each["rate"]) for each in found}
             pages = (

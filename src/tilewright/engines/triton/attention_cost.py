@@ -4,7 +4,8 @@ A program goes through blocks of keys in turns. A turn takes as long as its load
 as its scores take to be made, whichever is longer: a score is its share of two products, and an
 exponential. Programs that share a multiprocessor share its units. A call takes
 
-    many queries: launch + rounds of programs * (start + turns * turn), or the longest program
+    many queries: launch + rounds of programs * (start + turns * turn), or the longest program, or
+                  start + the reading of all keys and values
     few queries:  launch + start + the longer one of the turns and the reading of all keys and
                   values, and the launch and the turns of the combination
 
@@ -47,11 +48,11 @@ class DeviceFacts:
     ``turn_us + wait_us / stages``. A program of few warps starts in ``start_us``, one of eight in
     ``start_of_eight_us``, and a tile of a program that takes many in ``start_of_dealt_us``. Scores
     of a tile of fewer than 128 rows cost ``small_tile_factor`` more, and the first ``ramp_us`` of
-    reading twice. Masking a block costs as much as the block, or ``hiding`` of it where all blocks
-    are in one loop. A gate at a tile's end takes ``gate_us``. A combination takes ``combine_us``,
-    unless it begins beside the runs, and ``combine_run_us`` a run. Where warp groups take turns,
-    scores cost ``dealt_factor`` of that, and a gate takes ``gate_of_dealt_us``; of packed sequences
-    the kernels in front and behind take ``order_us``.
+    reading twice, but not straight into registers. Masking a block costs as much as the block, or
+    ``hiding`` of it where all blocks are in one loop. A gate at a tile's end takes ``gate_us``. A
+    combination takes ``combine_us``, unless it begins beside the runs, and ``combine_run_us`` a
+    run. Where warp groups take turns, scores cost ``dealt_factor`` of that, and a gate takes
+    ``gate_of_dealt_us``; of packed sequences the kernels in front and behind take ``order_us``.
     """
 
     name: str
@@ -144,10 +145,11 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
     turn = _turn_us(spec, config, facts, at_once)
     rounds = -(-programs // (facts.multiprocessors * at_once)) * (2 if in_pairs else 1)
     work = max(rounds * (start + mean * turn), start + longest * turn)
-    read = tiles * spec.batch * spec.heads_q * mean * config.block_n * _bytes_a_key(spec)
+    once = spec.batch * spec.heads_kv * mean * config.block_n * _bytes_a_key(spec)
+    read_us = _read_us(once * tiles * spec.group, facts) / facts.cache_factor
     if config.is_specialized and spec.is_ragged("q"):
         work += facts.order_us
-    return facts.launch_us + max(work, _read_us(read, facts) / facts.cache_factor)
+    return facts.launch_us + max(work, start + _read_us(once, facts), read_us)
 
 
 def _few_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts) -> float:
@@ -157,7 +159,8 @@ def _few_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts)
     rounds = -(-units * config.splits // (facts.multiprocessors * at_once))
     read = units * min(spec.keys, turns * config.splits * config.block_n) * _bytes_a_key(spec)
     total = facts.launch_us + facts.start_us
-    total += max(rounds * turns * _turn_us(spec, config, facts, 1), _read_us(read, facts))
+    read_us = _read_us(read, facts, ramps=not config.is_direct)
+    total += max(rounds * turns * _turn_us(spec, config, facts, 1), read_us)
     if config.is_joined:
         total += facts.join_us
     elif config.splits > 1:
@@ -208,9 +211,9 @@ def _turn_us(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts, at_
     return max(waits, config.block_m * config.block_n * score_us * at_once)
 
 
-def _read_us(bytes_: float, facts: DeviceFacts) -> float:
+def _read_us(bytes_: float, facts: DeviceFacts, *, ramps: bool = True) -> float:
     whole = bytes_ * 1e-6 / facts.copy_tb_s
-    return whole + min(whole, facts.ramp_us)
+    return whole + (min(whole, facts.ramp_us) if ramps else 0.0)
 
 
 def _programs_at_once(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts) -> int:
