@@ -39,6 +39,16 @@ KERNELS = {
     "bf16": ("tilewright hopper, bfloat16", "tab:blue"),
     "cudnn fp8": ("cuDNN, FP8", "tab:orange"),
 }
+# The same where one query reads a cache.
+DECODERS = {
+    "tilewright triton": ("tilewright triton, dense", "tab:purple"),
+    "pages of 128": ("tilewright triton, pages of 128", "mediumorchid"),
+    "pages of 16": ("tilewright triton, pages of 16", "plum"),
+    "torch cudnn": KERNELS["torch cudnn"],
+    "cudnn front end": KERNELS["cudnn front end"],
+    "torch flash": KERNELS["torch flash"],
+    "torch copy": ("a copy of as many bytes in all", "silver"),
+}
 MASKS = {"full": "full", "none": "full", "causal": "causal", "0": "full", "1": "causal"}
 
 
@@ -47,6 +57,35 @@ def draw_attention(folder: Path) -> Any:
     rows = [row for row in read_rows(folder / "attention.csv") if row["kind"] == "dense"]
     points = [(row["depth"], row["mask"], row["who"], row["length"], row["rate"]) for row in rows]
     return _by_length(points, (12, 6))
+
+
+def draw_attention_decode(folder: Path) -> Any:
+    """Microseconds of a call, a panel a declared length, bars for how long sequences are."""
+    rows = [row for row in read_rows(folder / "attention.csv") if row["kind"] == "decode"]
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    kinds = {"even": "as long as declared", "uneven": "uneven", "quarter": "a quarter each"}
+    figure, axes = pyplot.subplots(1, len(lengths), figsize=(12, 4.5))
+    for axis, length in zip(axes, lengths, strict=True):
+        times: dict[str, dict[str, float]] = {}
+        for row in rows:
+            kind, _, page = row["mask"].partition(", page ")
+            is_ours = row["who"] == "tilewright triton"
+            if row["length"] == length and (is_ours or not page):
+                name = f"pages of {page}" if page else row["who"]
+                times.setdefault(name, {})[kind] = 1e3 * float(row["ms"])
+        names = [name for name in DECODERS if name in times]
+        width = 0.8 / len(names)
+        for number, name in enumerate(names):
+            label, color = DECODERS[name]
+            at = [[*kinds].index(kind) + number * width for kind in times[name]]
+            bars = axis.bar(at, [*times[name].values()], width, label=label, color=color)
+            axis.bar_label(bars, [f"{us:.0f}" for us in times[name].values()], fontsize=7)
+        axis.set_xticks([place + 0.4 - width / 2 for place in range(len(kinds))], [*kinds.values()])
+        axis.set_title(f"8 sequences, {length} keys declared")
+    axes[0].set_ylabel("microseconds")
+    axes[-1].legend(fontsize=8)
+    figure.suptitle("decoding, 32 query heads on 8 key heads of 128, bfloat16")
+    return figure
 
 
 def draw_hopper(folder: Path) -> Any:
@@ -207,9 +246,11 @@ def draw_launch(folder: Path) -> Any:
     return figure
 
 
-# By the name of the table.
+# By the name of the picture, which is that of its table but for some.
+TABLES = {"attention_decode": "attention"}
 PICTURES: dict[str, Callable[[Path], Any]] = {
     "attention": draw_attention,
+    "attention_decode": draw_attention_decode,
     "attention_backward": draw_attention_backward,
     "hopper": draw_hopper,
     "hopper_fp8": draw_hopper_fp8,
@@ -224,7 +265,8 @@ DOTS_AN_INCH = 120
 def main(device: str, *names: str) -> None:
     """Draw these of a device, or all that there are tables for."""
     folder = RESULTS / device
-    for name in names or [name for name in PICTURES if (folder / f"{name}.csv").exists()]:
+    known = [name for name in PICTURES if (folder / f"{TABLES.get(name, name)}.csv").exists()]
+    for name in names or known:
         figure = PICTURES[name](folder)
         figure.tight_layout()
         figure.savefig(folder / f"{name}.png", dpi=DOTS_AN_INCH)
