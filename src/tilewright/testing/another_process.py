@@ -36,7 +36,8 @@ class AnotherProcessError(TilewrightError, RuntimeError):
 class AnotherProcess:
     """Keeps ``device`` ("cpu", "cuda", "cuda:1", or torch's) busy during ``busy()``.
 
-    It costs nothing before that. ``command`` takes the place of the program that is run, for tests.
+    It costs nothing before that. ``command`` takes the place of the program that is run, for tests;
+    ``start_s`` and ``answer_s`` are the seconds that it has to start and to do what it is told.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class AnotherProcess:
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._errors: IO[bytes] | None = None
         self._failure: str | None = None
+        self._turn = threading.RLock()
+        self._is_busy = False
 
     def __enter__(self) -> AnotherProcess:
         return self
@@ -77,22 +80,31 @@ class AnotherProcess:
     def busy(self) -> Iterator[None]:
         """The device is in use by the other process from the first line of the body to the last.
 
+        A spell within a spell is part of it; those of several threads come one after another.
+
         Raises:
             AnotherProcessError: if there is no such process, at the start or at the end.
         """
-        self._start()
-        self._ask("busy", self._answer_s)
-        try:
-            yield
-        except BaseException:
-            # What went wrong there matters more than whether this one obeys.
-            with contextlib.suppress(AnotherProcessError):
-                self._ask("idle", self._answer_s)
-            raise
-        self._ask("idle", self._answer_s)
+        with self._turn:
+            if self._is_busy:
+                yield
+                return
+            self._start()
+            self._ask("busy", self._answer_s)
+            self._is_busy = True
+            try:
+                yield
+            except BaseException:
+                # What went wrong there matters more than whether this one obeys.
+                with contextlib.suppress(AnotherProcessError):
+                    self._ask("idle", self._answer_s)
+                raise
+            finally:
+                self._is_busy = False
+            self._ask("idle", self._answer_s)
 
     def close(self) -> None:
-        """End it; again and again if need be."""
+        """End it; again and again if need be. The next spell starts another one."""
         child, self._child = self._child, None
         if child is not None:
             with contextlib.suppress(OSError):
@@ -115,19 +127,24 @@ class AnotherProcess:
         # The child finds this package where this process has it.
         source = str(Path(busy_child.__file__).resolve().parents[2])
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # Modules of the folder that this runs in are none of the child's.
+        changes = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        # What an earlier one said is not for this one.
+        self._said = queue.SimpleQueue()
         try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
             self._child = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, **changes},
                 text=True,
+                errors="replace",
             )
-        except OSError as error:
+            threading.Thread(target=_listen, args=(self._child, self._said), daemon=True).start()
+        except (OSError, RuntimeError) as error:
             self._fail(f"it cannot be started: {error}")
-        threading.Thread(target=_listen, args=(self._child, self._said), daemon=True).start()
         answer = self._answer("ready", self._start_s)
         here = busy_child.identity(self._device)
         if answer != here:
@@ -152,13 +169,20 @@ class AnotherProcess:
         except queue.Empty:
             self._fail(f"it did not say {wanted!r} within {limit_s:g} s")
         if said is None:
-            child = self._child
-            status = None if child is None else child.wait()
-            self._fail(f"it ended with status {status} and did not say {wanted!r}")
+            self._fail(f"{self._end(min(limit_s, _LEAVE_S))} and did not say {wanted!r}")
         word, _, rest = said.partition(" ")
         if word != wanted:
             self._fail(f"it said {said!r} in place of {wanted!r}")
         return rest
+
+    def _end(self, limit_s: float) -> str:
+        """How it came to say no more."""
+        if self._child is None:
+            return "it was closed"
+        try:
+            return f"it ended with status {self._child.wait(timeout=limit_s)}"
+        except subprocess.TimeoutExpired:
+            return "it closed its output"
 
     def _fail(self, reason: str) -> NoReturn:
         words = self._last_words()

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +87,42 @@ def test_it_works_in_spells_and_ends_with_the_body() -> None:
     other.close()
 
 
+def test_it_starts_again_after_its_end() -> None:
+    other = AnotherProcess("cpu")
+    for _ in range(2):
+        with other, other.busy():
+            assert other.pid is not None
+
+
+def test_a_spell_within_a_spell_is_part_of_it() -> None:
+    with AnotherProcess("cpu") as other, other.busy():
+        assert other.pid is not None
+        with other.busy():
+            pass
+        begin = taken(other.pid)
+        assert comes(lambda: taken(other.pid or 0) > begin + 0.1)
+
+
+def test_spells_of_threads_are_one_after_another() -> None:
+    together: list[int] = []
+    most: list[int] = []
+
+    def spell() -> None:
+        with other.busy():
+            together.append(1)
+            most.append(len(together))
+            time.sleep(0.05)
+            together.pop()
+
+    with AnotherProcess("cpu") as other:
+        threads = [threading.Thread(target=spell) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert most == [1, 1, 1]
+
+
 def test_an_exception_ends_a_spell() -> None:
     with AnotherProcess("cpu") as other:
         for _ in range(2):
@@ -134,6 +172,8 @@ def fails(other: AnotherProcess) -> str:
         ("sys.exit('no memory')", "; its last words: no memory"),
         ("time.sleep(60)", "it did not say 'busy' within 0.3 s"),
         ("line = 'what?'", "it said 'what?' in place of 'busy'"),
+        ("os.close(1); time.sleep(60)", "it closed its output and did not say 'busy'"),
+        (r"os.write(1, b'\xff\n')", "it said '\N{REPLACEMENT CHARACTER}' in place of 'busy'"),
     ],
 )
 def test_what_does_not_obey_is_ended_and_told(does: str, words: str) -> None:
@@ -161,6 +201,33 @@ def test_one_that_ends_in_its_spell_is_told() -> None:
 def test_one_that_cannot_start_is_told(command: list[str], words: str) -> None:
     with AnotherProcess("cpu", command=command) as other:
         assert words in fails(other)
+
+
+def test_no_place_for_its_last_words_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with AnotherProcess("cpu") as other:
+        assert "it cannot be started: " in fails(other)
+
+
+def test_no_thread_to_hear_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with AnotherProcess("cpu") as other:
+        assert "it cannot be started: can't start new thread" in fails(other)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks in the folder first")
+def test_modules_of_the_folder_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('another queue')")
+    monkeypatch.chdir(tmp_path)
+    with AnotherProcess("cpu") as other, other.busy():
+        assert other.pid is not None
 
 
 def test_another_device_is_no_use(monkeypatch: pytest.MonkeyPatch) -> None:

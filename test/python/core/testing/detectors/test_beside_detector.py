@@ -209,6 +209,24 @@ def test_a_process_that_fails_is_the_reason(operands: Given, other: Other) -> No
     assert verdict.text == "the other process: out of memory"
 
 
+@pytest.mark.parametrize(
+    ("is_wrong", "outcome"), [(True, Outcome.BROKEN), (False, Outcome.DECLINED)]
+)
+def test_what_was_seen_is_told_where_the_process_ends_in_its_spell(
+    operands: Given, other: Other, is_wrong: bool, outcome: Outcome
+) -> None:
+    class Ends(Other):
+        @contextlib.contextmanager
+        def busy(self) -> Iterator[None]:
+            with other.busy():
+                yield
+            raise AnotherProcessError("the other process: it ended")
+
+    verdict = examined(lambda a, b: a + b + (other.is_busy and is_wrong), operands, Ends())
+    assert verdict.outcome is outcome
+    assert ("96 of 96 elements" in verdict.text) == is_wrong
+
+
 def test_a_cpu_is_declined(operands: Given) -> None:
     verdict = detectors.beside_another_process(adds, operands)
     assert verdict.outcome is Outcome.DECLINED
