@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Iterator
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+# The text of the compiler goes with its version, which a key has; a library of Python makes no code.
+_FOREIGN = {"triton", *sys.stdlib_module_names}
 
 # By identity, beside the function, which so lives on: hashing it would ask for Triton's key.
 _digests: dict[int, tuple[Any, str]] = {}
@@ -43,11 +47,12 @@ def source_digest(function: Any) -> str:
 
 
 def _own_parts(helper: Any) -> tuple[frozenset[tuple[str, str, str]], list[Any]]:
-    """(facts of a function by itself, the compiled functions that it refers to)."""
+    """(facts of a function by itself, the functions that it refers to)."""
     if id(helper) in _parts:
         return _parts[id(helper)][1:]
-    plain = getattr(helper, "fn", helper)
-    where = f"{plain.__module__}.{plain.__qualname__}"
+    # One that makes the compiler's own instructions is wrapped.
+    plain = inspect.unwrap(getattr(helper, "fn", helper))
+    where = _where(helper)
     # Tables of lines are made of its place, and they reach the code.
     settings = (plain.__code__.co_firstlineno, getattr(helper, "noinline", False))
     text = getattr(helper, "src", None) or inspect.getsource(plain)
@@ -63,17 +68,23 @@ def _own_parts(helper: Any) -> tuple[frozenset[tuple[str, str, str]], list[Any]]
 
 def _read_by(plain: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) of each global that a function reads; those of modules by their attributes."""
+    yield "defaults", (plain.__defaults__, *sorted((plain.__kwdefaults__ or {}).items()))
     names = sorted(_names_in(plain.__code__))
     enclosed = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
     scope = {**plain.__globals__, **{name: cell.cell_contents for name, cell in enclosed}}
-    for name in names:
-        value = scope.get(name)
+    waiting, met = [(name, scope.get(name)) for name in names], set()
+    while waiting:
+        name, value = waiting.pop()
         if not isinstance(value, ModuleType):
             yield name, value
-        elif value.__name__.split(".")[0] != "triton":
+        elif not _is_foreign(value.__name__) and id(value) not in met:
+            met.add(id(value))
             # What is read of a module is among the names; others of them do no harm.
-            for attribute in names:
-                yield f"{name}.{attribute}", getattr(value, attribute, None)
+            waiting += [(f"{name}.{other}", getattr(value, other, None)) for other in names]
+
+
+def _is_foreign(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _FOREIGN
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -85,14 +96,24 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
+def _where(function: Any) -> str:
+    plain = getattr(function, "fn", function)
+    return f"{plain.__module__}.{plain.__qualname__}"
+
+
 def _told(value: Any) -> tuple[list[Any], str | None]:
-    """(compiled functions in a value, what else is to be told of it)."""
+    """(functions in a value, what else is to be told of it)."""
     if type(value).__name__ == "constexpr":
         return _told(value.value)
     if getattr(value, "__triton_aggregate__", False):
-        return list(value.hash_attrs), None
+        return list(value.hash_attrs), repr([_where(function) for function in value.hash_attrs])
     if hasattr(type(value), "cache_key"):
-        return [value], None
+        return [value], _where(value)
+    if isinstance(value, tuple):
+        parts = [_told(item) for item in value]
+        return [f for functions, _ in parts for f in functions], repr([fact for _, fact in parts])
+    if isinstance(value, FunctionType) and not _is_foreign(value.__module__):
+        return [value], _where(value)
     if value is None or callable(value) or isinstance(value, ModuleType):
         # Types, and what the compiler itself brings.
         return [], None
