@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-# The text of the compiler goes with its version, which a key has; a library of Python makes no code.
+# The text of the compiler goes with its version, which a key has; Python's own makes no code.
 _FOREIGN = {"triton", *sys.stdlib_module_names}
 
 # By identity, beside the function, which so lives on: hashing it would ask for Triton's key.
