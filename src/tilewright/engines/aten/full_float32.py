@@ -17,7 +17,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 # One that changes the setting at a time: each puts back what it found.
-_CHANGING = threading.Lock()
+_CHANGING = threading.RLock()
 
 
 def in_full_float32(function: Callable[[Given], Made], given: Given) -> Made:

@@ -66,6 +66,14 @@ def test_the_setting_is_put_back(precision: str) -> None:
     assert setting() == precision
 
 
+def test_one_within_another_leaves_it_to_the_outer_one(precision: str) -> None:
+    def outer(given: int) -> tuple[str, str]:
+        return in_full_float32(lambda _: setting(), given), setting()
+
+    assert in_full_float32(outer, 3) == ("ieee", "ieee")
+    assert setting() == precision
+
+
 def test_nobody_puts_it_back_for_another_thread(precision: str) -> None:
     first_is_in, second_started, first_ended = (threading.Event() for _ in range(3))
     seen = []
