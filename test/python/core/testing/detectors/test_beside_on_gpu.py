@@ -62,7 +62,7 @@ print(detectors.beside_another_process(graph, given))
 
 @triton.jit
 def _adds(a, b, out, LOOKS: tl.constexpr, TILE: tl.constexpr, LATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out = a + b after some milliseconds, and NaN where a look at the clock came late."""
+    """out = a + b after many looks at the clock, and NaN where one of them came late."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     last = cuda.globaltimer()
     longest = last - last
