@@ -94,6 +94,10 @@ class AnotherProcess:
             self._is_busy = True
             try:
                 yield
+            except GeneratorExit:
+                # The interpreter ends, and its threads hear no answer.
+                self.close()
+                raise
             except BaseException:
                 # What went wrong there matters more than whether this one obeys.
                 with contextlib.suppress(AnotherProcessError):

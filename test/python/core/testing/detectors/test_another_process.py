@@ -44,6 +44,17 @@ with AnotherProcess("cpu") as other, other.busy():
     Path(sys.argv[1]).write_text(f"{other.pid} {holder}")
     os.kill(os.getpid(), signal.SIGKILL)
 """
+# It leaves in the middle of a spell that it never ends.
+LEFT = """
+import sys
+from pathlib import Path
+from tilewright.testing.another_process import AnotherProcess
+
+other = AnotherProcess("cpu")
+spell = other.busy()
+spell.__enter__()
+Path(sys.argv[1]).write_text(str(other.pid))
+"""
 
 
 def seconds(pid: int) -> float | None:
@@ -155,6 +166,17 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         assert comes(lambda: seconds(pid) is None)
     finally:
         os.kill(holder, signal.SIGKILL)
+
+
+def test_a_process_that_leaves_in_a_spell_does_not_wait_for_an_answer(tmp_path: Path) -> None:
+    source, number = Path(another_process.__file__).parents[2], tmp_path / "number"
+    subprocess.run(
+        [sys.executable, "-c", LEFT, str(number)],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        check=True,
+        timeout=20,
+    )
+    assert seconds(int(number.read_text())) is None
 
 
 def fails(other: AnotherProcess) -> str:
