@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from needing_hopper import needs_hopper
 
 import tilewright as tw
 from tilewright.engines.hopper.attention_backward_spec import read_backward
 from tilewright.errors import NotSupportedError
 from tilewright.launch.workspace import plan_workspace
 
-CAPABILITY = (9, 0)
 BOTTOM_RIGHT = tw.diagonal_alignment.BOTTOM_RIGHT
 Masks = dict[str, Any]
-
-
-def has_hopper() -> bool:
-    """True on the GPU that these kernels are for."""
-    return (
-        os.path.exists("/dev/nvidiactl")
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability() == CAPABILITY
-    )
 
 
 def declare(
@@ -232,7 +223,7 @@ def visible(rows: int, keys: int, masks: Masks) -> torch.Tensor:
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -241,7 +232,7 @@ def test_gradients(shape: Any, mask: str, dtype: str) -> None:
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize("mask", ["window", "band"])
 @pytest.mark.parametrize("shape", [(300, 300, 64, (4, 2)), (500, 640, 40, (2, 1))], ids=str)
 def test_gradients_in_a_fixed_order(shape: Any, mask: str) -> None:
@@ -285,7 +276,7 @@ def check_gradients(shape: Any, mask: str, dtype: str, **options: Any) -> None:
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize("depth", [128, 256])
 def test_a_fixed_order_repeats_bit_for_bit(depth: int) -> None:
     dims = dims_of(2048, 2048, depth, (8, 4))
@@ -307,7 +298,7 @@ def test_a_fixed_order_repeats_bit_for_bit(depth: int) -> None:
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize("depth", [64, 128])
 def test_many_programs_meet_at_every_barrier(depth: int) -> None:
     # A consumer that is ahead of the other one must not be taken for it: that hung, now and then.
@@ -325,7 +316,7 @@ def test_many_programs_meet_at_every_barrier(depth: int) -> None:
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize(
     ("depth", "is_fixed"), [(64, False), (128, False), (128, True)], ids=["64", "128", "fixed"]
 )
@@ -345,7 +336,7 @@ def test_keys_that_no_early_row_sees_may_hold_nan(depth: int, is_fixed: bool) ->
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize("depth", [64, 128, 256])
 def test_keys_that_no_row_sees_may_hold_nan(depth: int) -> None:
     dims = dims_of(100, 256, depth, (1, 1))
@@ -365,7 +356,7 @@ def test_keys_that_no_row_sees_may_hold_nan(depth: int) -> None:
 
 
 @pytest.mark.L0
-@pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU (compute capability 9.0)")
+@needs_hopper
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [0.1, -2.0])
 def test_parts_of_row_statistics_keep_the_bits_of_a_float32(dtype: str, scale: float) -> None:

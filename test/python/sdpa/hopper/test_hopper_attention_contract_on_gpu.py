@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,19 +19,11 @@ from attention_on_hopper import (
     draw,
     expected,
 )
+from needing_hopper import NEEDS_HOPPER
 
 import tilewright as tw
 
-HAS_GPU = os.path.exists("/dev/nvidiactl")
-pytestmark = [
-    pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+pytestmark = NEEDS_HOPPER
 
 
 @pytest.fixture

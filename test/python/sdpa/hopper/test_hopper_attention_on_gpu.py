@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from attention_on_hopper import (
     declare,
     draw,
 )
+from needing_hopper import NEEDS_HOPPER
 
 from tilewright.oracle import evaluate
 from tilewright.testing import assert_close
 
-HAS_GPU = os.path.exists("/dev/nvidiactl")
-pytestmark = [
-    pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
+pytestmark = NEEDS_HOPPER
 
 BANDS = [
     NO_BAND,
@@ -39,12 +36,6 @@ EXTENTS = [
     *((17, 1), (64, 64), (128, 128), (192, 384), (300, 333), (333, 100), (513, 1024)),
     (1000, 777),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
 
 
 @EACH_SIZE

@@ -10,7 +10,6 @@ for each case is seen without a GPU. test/gpu/pairs.py keeps a record of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import torch
 from attention_cases.case import LEVELS, Case, all_pairs, of_one_kernel
 from attention_cases.running import Declared
+from needing_hopper import needs_hopper
 
 from tilewright.engines.hopper import attention
 from tilewright.engines.hopper.attention_spec import read_spec
@@ -64,13 +64,9 @@ def test_every_case_is_taken() -> None:
 
 
 @pytest.mark.L2
-@pytest.mark.skipif(
-    not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU of compute capability 9.0"
-)
+@needs_hopper
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pair_of_features(number: int, record_property: Any) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
     case, ran = CASES[number], 0
     # Three times a number: every case with many queries.
     for drawn in (*of_one_kernel(case, 3 * number + 1), *long_calls(case, number)):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from needing_hopper import needs_hopper
 
 import tilewright as tw
 from tilewright.engines.hopper import attention_backward
@@ -16,17 +16,6 @@ from tilewright.engines.hopper.attention_backward_balance import divide, heads_t
 from tilewright.engines.hopper.attention_backward_workspace import lay_out
 
 MULTIPROCESSORS = 132
-needs_hopper = pytest.mark.skipif(
-    not os.path.exists("/dev/nvidiactl"),
-    reason="needs an NVIDIA GPU of compute capability 9.0",
-)
-
-
-@pytest.fixture(autouse=True)
-def _hopper(request: pytest.FixtureRequest) -> None:
-    is_for_gpu = any(mark.name == "skipif" for mark in request.node.iter_markers())
-    if is_for_gpu and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
 
 
 def declare(

@@ -9,7 +9,6 @@ record of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from attention_cases.backward import DeclaredBackward
 from attention_cases.case import LEVELS, UNEVEN_KEYS, UNEVEN_ROWS, Case, all_pairs
+from needing_hopper import needs_hopper
 
 from tilewright.engines.hopper import attention_backward
 
@@ -72,13 +72,9 @@ def test_every_case_is_taken() -> None:
 
 
 @pytest.mark.L2
-@pytest.mark.skipif(
-    not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU of compute capability 9.0"
-)
+@needs_hopper
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pair_of_features(number: int, record_property: Any) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
     case, ran = CASES[number], 0
     options = {"is_deterministic": in_a_fixed_order(case, number), "start": "promised"}
     for each in drawn(case, number):

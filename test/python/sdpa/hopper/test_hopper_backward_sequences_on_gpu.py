@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from needing_hopper import NEEDS_HOPPER
 
 import tilewright as tw
 
-pytestmark = [
-    pytest.mark.skipif(
-        not os.path.exists("/dev/nvidiactl"),
-        reason="needs an NVIDIA GPU of compute capability 9.0",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 
 # Empty ones, single ones, tails on either side of a tile, and one that fills its extent.
 LENGTHS = {"q": [300, 0, 64, 129, 1, 513], "kv": [300, 50, 0, 200, 77, 513]}
@@ -31,12 +26,6 @@ SIDES = dict.fromkeys(("q", "o", "dO", "stats", "dQ"), "q") | dict.fromkeys(
     ("k", "v", "dK", "dV"), "kv"
 )
 MARK = 7.0
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
 
 
 class Call:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -23,19 +22,11 @@ from fp8_cases import (
     expected,
     force,
 )
+from needing_hopper import NEEDS_HOPPER
 
 import tilewright as tw
 
-HAS_GPU = os.path.exists("/dev/nvidiactl")
-pytestmark = [
-    pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+pytestmark = NEEDS_HOPPER
 
 
 @pytest.fixture

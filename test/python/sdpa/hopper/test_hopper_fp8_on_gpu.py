@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -25,19 +24,11 @@ from fp8_cases import (
     draw,
     force,
 )
+from needing_hopper import NEEDS_HOPPER
 
 from tilewright.cli.checking import OK, check_outputs
 
-HAS_GPU = os.path.exists("/dev/nvidiactl")
-pytestmark = [
-    pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+pytestmark = NEEDS_HOPPER
 
 
 @pytest.fixture(params=[0, 2, 3], ids=["chosen", "long", "three"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from needing_hopper import needs_hopper
 
 import tilewright as tw
 from tilewright.engines.hopper import attention
@@ -149,9 +150,7 @@ def test_the_costliest_sequences_come_first(kind: int, is_bottom: bool) -> None:
 
 
 @pytest.mark.L1
-@pytest.mark.skipif(
-    not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU of compute capability 9.0"
-)
+@needs_hopper
 @pytest.mark.parametrize(
     ("is_causal", "is_spoiled", "size"),
     [(False, False, 64), (True, False, 64), (True, True, 64), (True, True, 128)],
@@ -159,8 +158,6 @@ def test_the_costliest_sequences_come_first(kind: int, is_bottom: bool) -> None:
 def test_ordered_tiles_give_what_each_sequence_gives(
     is_causal: bool, is_spoiled: bool, size: int
 ) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
     draw = random.Random(5)
     heads, longest = 16, 800
     lengths = [longest, 0, 1, 128, 129] + [draw.randint(0, 300) for _ in range(35)]

@@ -5,22 +5,17 @@ The reference is float64, a sequence at a time, over keys and values gathered by
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from needing_hopper import NEEDS_HOPPER
 
 import tilewright as tw
 from tilewright import ops
 
-pytestmark = [
-    pytest.mark.skipif(
-        not os.path.exists("/dev/nvidiactl"),
-        reason="needs an NVIDIA GPU of compute capability 9.0",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 
 HEADS, HEADS_KV = 4, 2
 # Empty, tails within a page and at its edge, and more blocks than stages.
@@ -28,12 +23,6 @@ LENGTHS_KV = [1000, 0, 1, 128, 129, 777]
 LENGTHS_Q = [300, 70, 1, 128, 0, 300]
 BATCH, ROWS, KEYS = len(LENGTHS_KV), 300, 1000
 NO_PAGE = 2**30
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
 
 
 @dataclass

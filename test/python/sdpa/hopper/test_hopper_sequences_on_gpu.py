@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from needing_hopper import NEEDS_HOPPER
 
 import tilewright as tw
 from tilewright import ops
 
-pytestmark = [
-    pytest.mark.skipif(
-        not os.path.exists("/dev/nvidiactl"),
-        reason="needs an NVIDIA GPU of compute capability 9.0",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 
 # Empty ones, single ones, tails on either side of a block, and one that fills its extent.
 LENGTHS_Q = [300, 0, 64, 129, 1, 513]
@@ -29,12 +24,6 @@ BANDS = {
     "bottom": {"use_causal_mask_bottom_right": True},
     "window": {"use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 70},
 }
-
-
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
 
 
 class Call:
