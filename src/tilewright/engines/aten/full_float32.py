@@ -28,10 +28,11 @@ def in_full_float32(function: Callable[[Given], Made], given: Given) -> Made:
     of_convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     with _CHANGING:
         found = of_convolutions.fp32_precision
-        if found != "tf32":
-            return function(given)
-        of_convolutions.fp32_precision = "ieee"
-        try:
-            return function(given)
-        finally:
-            of_convolutions.fp32_precision = found
+        if found == "tf32":
+            of_convolutions.fp32_precision = "ieee"
+            try:
+                return function(given)
+            finally:
+                of_convolutions.fp32_precision = found
+    # Nothing to change, and so nobody to wait for.
+    return function(given)
