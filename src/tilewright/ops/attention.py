@@ -8,7 +8,6 @@ import torch
 
 from tilewright.ops.arguments import (
     require_device,
-    require_flag,
     require_float,
     require_shape,
     require_tensor,
@@ -158,10 +157,6 @@ def sdpa_decode(
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if no engine takes the call.
     """
-    causal = require_flag("causal", causal)
-    if require_tensor("q", q, 4).shape[2] == 1:
-        # One row sees all keys in use, whatever the band to its right is.
-        causal = False
     return sdpa(
         q,
         k,

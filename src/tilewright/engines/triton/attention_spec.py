@@ -180,9 +180,6 @@ def read_spec(operation: Operation) -> AttentionSpec:
     # How far a row's diagonal may be moved, either way.
     reach = rows + keys
     left, right = op.left_bound, op.right_bound
-    if bottom_right and rows == 1 and right is not None and right >= 0:
-        # The newest token sees all keys of its sequence: the kernels of plain scores take it.
-        right = None
     soft_cap = score_program = None
     if op.score_mod is not None:
         try:

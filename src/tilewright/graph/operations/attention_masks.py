@@ -37,7 +37,13 @@ class AttentionMasks(Operation):
 
     @property
     def right_bound(self) -> int | None:
-        """R of the rule that hides ``col > row + R``, at least 0; None hides nothing."""
+        """R of the rule that hides ``col > row + R``, at least 0; None hides nothing.
+
+        One row with its diagonal at the bottom right, the newest token's, sees all keys.
+        """
+        is_bottom_right = self.alignment is enums.diagonal_alignment.BOTTOM_RIGHT
+        if is_bottom_right and self.inputs["q"].dim[2:3] == (1,):
+            return None
         if self.use_causal_mask or self.use_causal_mask_bottom_right:
             return 0
         return self.diagonal_band_right_bound

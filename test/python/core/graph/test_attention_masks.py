@@ -17,9 +17,9 @@ pytestmark = pytest.mark.L0
 TOP, BOTTOM = diagonal_alignment.TOP_LEFT, diagonal_alignment.BOTTOM_RIGHT
 
 
-def declared(**masks: Any) -> AttentionMasks:
+def declared(rows: int = 3, **masks: Any) -> AttentionMasks:
     graph = DeclaredGraph(io_data_type=DataType.HALF)
-    q, k, v = (graph.tensor((1, 2, length, 8)) for length in (3, 5, 5))
+    q, k, v = (graph.tensor((1, 2, length, 8)) for length in (rows, 5, 5))
     output, _ = graph.sdpa(q, k, v, **masks)
     assert output is not None
     output.set_output(True)
@@ -69,6 +69,25 @@ def test_every_spelling_means_one_band(
     assert operation.right_bound == right
     assert operation.alignment is alignment
     assert operation.is_banded is (left is not None or right is not None)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"use_causal_mask_bottom_right": True},
+        {"diagonal_alignment": "BOTTOM_RIGHT", "diagonal_band_right_bound": 0},
+        {"diagonal_alignment": "BOTTOM_RIGHT", "diagonal_band_right_bound": 2},
+    ],
+)
+def test_nothing_is_hidden_to_the_right_of_the_newest_token(masks: dict[str, Any]) -> None:
+    assert declared(rows=1, **masks).right_bound is None
+    assert declared(rows=2, **masks).right_bound is not None
+
+
+def test_one_row_at_the_top_left_sees_the_first_key_alone() -> None:
+    assert declared(rows=1, use_causal_mask=True).right_bound == 0
+    windowed = declared(rows=1, use_causal_mask_bottom_right=True, sliding_window_length=2)
+    assert windowed.left_bound == 2
 
 
 def test_attributes_keep_the_users_spelling() -> None:
