@@ -23,9 +23,10 @@ def draw(
     *,
     batch: int = 2,
     dtype: torch.dtype = torch.bfloat16,
+    out: torch.dtype | None = None,
     is_token_major: bool = False,
 ) -> Tensors:
-    """q, k, v, and outputs full of NaN."""
+    """q, k, v, and outputs full of NaN; ``out`` is the type of O, by default that of q."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def make(head_count: int, length: int, width: int) -> torch.Tensor:
@@ -41,7 +42,9 @@ def draw(
         "k": make(heads[1], keys, sizes[0]),
         "v": make(heads[1], keys, sizes[1]),
     }
-    tensors["o"] = torch.full_like(make(heads[0], rows, sizes[1]), torch.nan)
+    # By float32, as 8-bit numbers cannot be filled.
+    like = make(heads[0], rows, sizes[1]).float()
+    tensors["o"] = torch.full_like(like, torch.nan).to(out or dtype)
     tensors["stats"] = torch.full((batch, heads[0], rows, 1), torch.nan, device="cuda")
     return tensors
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import attention_on_hopper
 import pytest
 import torch
+from attention_on_hopper import NO_BAND, Tensors
 
 import tilewright as tw
 from tilewright.engines.hopper import attention_fp8
 
-Tensors = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
 # E4M3's code of it.
 NAN = 0x7F
-NO_BAND = (None, None, "top_left")
 CAUSAL, BOTTOM = (None, 0, "top_left"), (None, 0, "bottom_right")
 SCALES = {
     "descale_q": 0.5,
@@ -53,26 +53,11 @@ def draw(
     **scales: float,
 ) -> Tensors:
     """q, k, v, scalars, and outputs full of NaN."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def make(head_count: int, length: int, width: int) -> torch.Tensor:
-        dim = (batch, head_count, length, width)
-        if is_token_major:
-            dim = (batch, length, head_count, width)
-        made = torch.randn(dim, generator=generator, device="cuda").to(FP8)
-        return made.transpose(1, 2) if is_token_major else made
-
-    rows, keys = extents
-    tensors = {
-        "q": make(heads[0], rows, sizes[0]),
-        "k": make(heads[1], keys, sizes[0]),
-        "v": make(heads[1], keys, sizes[1]),
-    }
+    tensors = attention_on_hopper.draw(
+        seed, heads, extents, sizes, batch=batch, dtype=FP8, out=out, is_token_major=is_token_major
+    )
     for name, value in {**SCALES, **scales}.items():
         tensors[name] = torch.full((1, 1, 1, 1), value, device="cuda")
-    like = make(heads[0], rows, sizes[1]).to(out)
-    tensors["o"] = torch.full_like(like.float(), torch.nan).to(out)
-    tensors["stats"] = torch.full((batch, heads[0], rows, 1), torch.nan, device="cuda")
     for name in ("amax_s", "amax_o"):
         tensors[name] = torch.full((1, 1, 1, 1), 777.0, device="cuda")
     return tensors
