@@ -56,7 +56,8 @@ def ask(side, key, end, page, WARPS: gl.constexpr):
     if side.PAGE == 0:
         row = key.to(gl.int64) * side.row_step
     else:
-        row = (key % side.PAGE).to(gl.int64) * side.row_step + page.to(gl.int64) * side.page_step
+        row = (key.to(gl.uint32) % side.PAGE).to(gl.int64) * side.row_step
+        row += page.to(gl.int64) * side.page_step
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b64 o; createpolicy.fractional.L2::evict_first.b64 o, 1.0;"
         " setp.gt.s32 p, $2, 0;"

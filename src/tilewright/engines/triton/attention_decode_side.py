@@ -81,7 +81,7 @@ def page_of(side, key, end):
     if side.PAGE > 0:
         if side.PAGE % N > 0:
             page += gl.arange(0, N, layout=gl.SliceLayout(1 - side.KEY_AXIS, side.LAYOUT))
-        at = (page // side.PAGE).to(gl.int64) * side.entry_step
+        at = (page.to(gl.uint32) // side.PAGE).to(gl.int64) * side.entry_step
         page = gl.load(side.pages + at, mask=page < end, other=0)
     return page
 
@@ -94,7 +94,8 @@ def addresses(side, key, page):
     if side.PAGE == 0:
         row = (key + number).to(gl.int64) * side.row_step
     elif side.PAGE % N == 0:
-        row = (key % side.PAGE + number).to(gl.int64) * side.row_step
+        start = gl.to_tensor(key).to(gl.uint32) % side.PAGE
+        row = (start.to(gl.int32) + number).to(gl.int64) * side.row_step
         row += page.to(gl.int64) * side.page_step
     else:
         row = ((key + number) % side.PAGE).to(gl.int64) * side.row_step
