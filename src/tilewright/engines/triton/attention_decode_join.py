@@ -19,9 +19,13 @@ from tilewright.engines.triton.attention_decode_side import (
 from tilewright.engines.triton.attention_masks import LN_2, LOG2_E
 from tilewright.engines.triton.attention_output import gate_factor, rounded
 from tilewright.engines.triton.cluster_exchange import (
+    FLAG_BYTES,
+    await_bytes,
+    expect_bytes,
     in_program,
     received,
     received_both,
+    reserved,
     send_both,
     send_pairs,
 )
@@ -45,14 +49,37 @@ def spread_layout(programs, rows, warps):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def tops_place(runs, width, kept):
+    """Where a program's (top, total) of each run and row begin: behind its share of ``acc``."""
+    return runs * width * kept * 4
+
+
+@gluon.constexpr_function
+def flag_place(runs, width, kept):
+    """Where the barrier is, behind the tops: so many bytes are sent to a program."""
+    return tops_place(runs, width, kept) + runs * kept * 8
+
+
+@gluon.jit
+def expect_sums(WIDTH: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr):
+    """Where the sums of RUNS runs will be: WIDTH dimensions by KEPT rows, and tops and totals."""
+    flag_at: gl.constexpr = flag_place(RUNS, WIDTH, KEPT)
+    buffer = reserved(flag_at + FLAG_BYTES)
+    expect_bytes(buffer + flag_at, flag_at)
+    return buffer
+
+
 @gluon.jit
 def send_sums(
-    acc, total, top, number, to, buffer, tops_at, flag_at,
-    DV: gl.constexpr, ROWS: gl.constexpr, KEPT: gl.constexpr, PROGRAMS: gl.constexpr,
-    WARPS: gl.constexpr,
+    acc, total, top, number, to, buffer,
+    DV: gl.constexpr, ROWS: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr,
+    PROGRAMS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Send PROGRAMS of the cluster, from ``to`` on, a share of ``acc`` each, and all the rest."""
     width: gl.constexpr = DV // PROGRAMS
+    tops_at: gl.constexpr = tops_place(RUNS, width, KEPT)
+    flag_at: gl.constexpr = flag_place(RUNS, width, KEPT)
     layout: gl.constexpr = sum_layout(WARPS)
     # Dimension 8 a + b of 64 is at place 8 b + a.
     place = gl.arange(0, DV, layout=gl.SliceLayout(1, layout))
@@ -76,10 +103,11 @@ def send_sums(
 
 @gluon.jit
 def join_sums(
-    buffer, tops_at,
-    WIDTH: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr, WARPS: gl.constexpr,
+    buffer, WIDTH: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """(acc, total, top) of all runs: WIDTH dimensions by KEPT rows, and one a row."""
+    """(acc, total, top) of all runs, once they are there: WIDTH dimensions by KEPT rows."""
+    tops_at: gl.constexpr = tops_place(RUNS, WIDTH, KEPT)
+    await_bytes(buffer + flag_place(RUNS, WIDTH, KEPT))
     whole: gl.constexpr = share_layout(RUNS, WIDTH, WARPS)
     of_rows: gl.constexpr = gl.SliceLayout(1, whole)
     of_dims: gl.constexpr = gl.SliceLayout(2, whole)
@@ -135,8 +163,7 @@ def store_joined(
 
     The first ``program`` of those that have the key head stores what there is one of a row.
     """
-    tops_at: gl.constexpr = RUNS * WIDTH * KEPT * 4
-    acc, total, top = join_sums(buffer, tops_at, WIDTH, KEPT, RUNS, WARPS)
+    acc, total, top = join_sums(buffer, WIDTH, KEPT, RUNS, WARPS)
 
     tile: gl.constexpr = gl.SliceLayout(0, share_layout(RUNS, WIDTH, WARPS))
     place = gl.arange(0, KEPT, layout=gl.SliceLayout(0, tile))

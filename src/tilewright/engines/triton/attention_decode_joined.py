@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewright.engines.triton.attention_decode_ahead import ahead_from, ask, follow
-from tilewright.engines.triton.attention_decode_join import send_sums, store_joined
+from tilewright.engines.triton.attention_decode_join import expect_sums, send_sums, store_joined
 from tilewright.engines.triton.attention_decode_side import (
     N,
     add_values,
@@ -36,13 +36,7 @@ from tilewright.engines.triton.attention_decode_side import (
     warp_number,
     weigh,
 )
-from tilewright.engines.triton.cluster_exchange import (
-    FLAG_BYTES,
-    all_have_begun,
-    await_bytes,
-    expect_bytes,
-    reserved,
-)
+from tilewright.engines.triton.cluster_exchange import all_have_begun
 
 
 @gluon.jit
@@ -148,19 +142,13 @@ def attention_decode_joined(
         ahead = gl.where(follow(k_side) & follow(v_side), first + late // RUNS, end)
 
     width: gl.constexpr = DV * WARPS // RUNS
-    tops_at: gl.constexpr = RUNS * width * KEPT * 4
-    flag_at: gl.constexpr = tops_at + RUNS * KEPT * 8
-    buffer = reserved(flag_at + FLAG_BYTES)
-    expect_bytes(buffer + flag_at, flag_at)
+    buffer = expect_sums(width, KEPT, RUNS)
     acc, total, top = sum_run(
         query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, ahead, scale,
         D, DV, BLOCK_M, ROWS, WARPS, has_ahead,
     )  # fmt: skip
     all_have_begun()
-    send_sums(
-        acc, total, top, number, 0, buffer, tops_at, flag_at, DV, ROWS, KEPT, RUNS // WARPS, WARPS
-    )
-    await_bytes(buffer + flag_at)
+    send_sums(acc, total, top, number, 0, buffer, DV, ROWS, KEPT, RUNS, RUNS // WARPS, WARPS)
     store_joined(
         buffer, program, batch, key_head, count_q, o, gate, stats, smax, ssum, sink,
         o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,

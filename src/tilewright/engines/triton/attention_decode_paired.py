@@ -15,7 +15,7 @@ on the sequence beside it.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewright.engines.triton.attention_decode_join import send_sums, store_joined
+from tilewright.engines.triton.attention_decode_join import expect_sums, send_sums, store_joined
 from tilewright.engines.triton.attention_decode_side import (
     N,
     Side,
@@ -35,13 +35,7 @@ from tilewright.engines.triton.attention_decode_side import (
     warp_number,
     weigh,
 )
-from tilewright.engines.triton.cluster_exchange import (
-    FLAG_BYTES,
-    all_have_begun,
-    await_bytes,
-    expect_bytes,
-    reserved,
-)
+from tilewright.engines.triton.cluster_exchange import all_have_begun
 
 
 @gluon.jit
@@ -165,10 +159,7 @@ def attention_decode_paired(
 
     half: gl.constexpr = RUNS // WARPS // 2
     width: gl.constexpr = DV // half
-    tops_at: gl.constexpr = RUNS * width * KEPT * 4
-    flag_at: gl.constexpr = tops_at + RUNS * KEPT * 8
-    buffer = reserved(flag_at + FLAG_BYTES)
-    expect_bytes(buffer + flag_at, flag_at)
+    buffer = expect_sums(width, KEPT, RUNS)
     for turn in range(gl.where(has_two, 2, 1)):
         turn = gl.to_tensor(turn)
         is_second = turn == 1
@@ -183,7 +174,7 @@ def attention_decode_paired(
             all_have_begun()
         send_sums(
             acc, total, top, gl.where(is_second, RUNS - 1 - number, number), turn * half,
-            buffer, tops_at, flag_at, DV, ROWS, KEPT, half, WARPS,
+            buffer, DV, ROWS, KEPT, RUNS, half, WARPS,
         )  # fmt: skip
         query = next_query
 
@@ -192,7 +183,6 @@ def attention_decode_paired(
         return
     batch = gl.where(joins_second, second, pair)
     count_q = gl.where(joins_second, rows_2, rows_1)
-    await_bytes(buffer + flag_at)
     store_joined(
         buffer, program % half, batch, key_head, count_q, o, gate, stats, smax, ssum, sink,
         o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
