@@ -20,21 +20,16 @@ from tilewright.engines.triton.attention_decode_ahead import ahead_from, ask, fo
 from tilewright.engines.triton.attention_decode_join import expect_sums, send_sums, store_joined
 from tilewright.engines.triton.attention_decode_side import (
     N,
-    add_values,
-    keys_of,
+    add_block,
+    arrived,
     length_of,
-    load,
-    meet,
+    load_both,
     no_sums,
-    page_of,
+    pages_of,
     queries_of,
     run_size,
-    scores_of,
     sides_of,
-    there,
-    values_of,
     warp_number,
-    weigh,
 )
 from tilewright.engines.triton.cluster_exchange import all_have_begun
 
@@ -52,32 +47,25 @@ def sum_run(
     The assembler waits for all that was asked for where the loop begins again, so it is asked for
     early: values not after the product with those before them.
     """
-    dtype: gl.constexpr = query.dtype
     acc, total, top = no_sums(DV, BLOCK_M, ROWS, WARPS)
     if AHEAD:
-        k_page_2 = page_of(k_side, start + 2 * N, end)
-        v_page_2 = page_of(v_side, start + 2 * N, end)
+        k_page_2, v_page_2 = pages_of(k_side, v_side, start + 2 * N, end)
         if start >= ahead:
             ask(k_side, start + N, end, k_page, WARPS)
             ask(v_side, start + N, end, v_page, WARPS)
     for key in range(start, end, N):
         key = gl.to_tensor(key)
-        keys = there(keys_of(next_k, dtype, D, WARPS))
-        values = there(values_of(next_v, dtype, DV, WARPS))
-        next_k, next_v = load(k_side, key + N, end, k_page), load(v_side, key + N, end, v_page)
+        keys, values = arrived(next_k, next_v, query.dtype, D, DV, WARPS)
+        next_k, next_v = load_both(k_side, v_side, key + N, end, k_page, v_page)
         if AHEAD:
             k_page, v_page = k_page_2, v_page_2
-            k_page_2 = page_of(k_side, key + 3 * N, end)
-            v_page_2 = page_of(v_side, key + 3 * N, end)
+            k_page_2, v_page_2 = pages_of(k_side, v_side, key + 3 * N, end)
             if key >= ahead:
                 ask(k_side, key + 2 * N, end, k_page, WARPS)
                 ask(v_side, key + 2 * N, end, v_page, WARPS)
         else:
-            k_page, v_page = page_of(k_side, key + 2 * N, end), page_of(v_side, key + 2 * N, end)
-        meet()
-        score = scores_of(query, keys, BLOCK_M, WARPS)
-        weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
-        acc = add_values(acc, values, weights, fade, ROWS, WARPS)
+            k_page, v_page = pages_of(k_side, v_side, key + 2 * N, end)
+        acc, total, top = add_block(acc, total, top, query, keys, values, key, end, scale, WARPS)
     return acc, total, top
 
 
@@ -122,17 +110,15 @@ def attention_decode_joined(
         WARPS,
     )  # fmt: skip
     # Entries of the table are read before the queries; those behind the length name no page.
-    k_page, v_page = page_of(k_side, first, keys), page_of(v_side, first, keys)
+    k_page, v_page = pages_of(k_side, v_side, first, keys)
     query = queries_of(
         q, q_offsets, batch, key_head, count_q, q_batch, q_head, q_row, q_offset_step,
         q_multiplier, rows, group, D, BLOCK_M, ROWS, WARPS,
     )  # fmt: skip
     # No branch: behind one the second length would be read after the first.
     end = gl.where(count_q > 0, gl.minimum(count_kv, first + size), first)
-    next_k = load(k_side, first, end, k_page)
-    next_v = load(v_side, first, end, v_page)
-    k_page = page_of(k_side, first + N, end)
-    v_page = page_of(v_side, first + N, end)
+    next_k, next_v = load_both(k_side, v_side, first, end, k_page, v_page)
+    k_page, v_page = pages_of(k_side, v_side, first + N, end)
     has_ahead: gl.constexpr = len_kv is not None and k_side.PAGE % N == 0 and v_side.PAGE % N == 0
     ahead = end
     if has_ahead:

@@ -19,21 +19,17 @@ from tilewright.engines.triton.attention_decode_join import expect_sums, send_su
 from tilewright.engines.triton.attention_decode_side import (
     N,
     Side,
-    add_values,
-    keys_of,
+    add_block,
+    arrived,
     length_of,
     load,
-    meet,
     no_sums,
     page_of,
+    pages_of,
     queries_of,
     run_size,
-    scores_of,
     sides_of,
-    there,
-    values_of,
     warp_number,
-    weigh,
 )
 from tilewright.engines.triton.cluster_exchange import all_have_begun
 
@@ -59,12 +55,10 @@ def sum_run(
 
     blocks and pages of keys [behind, behind_end) of other sides.
     """
-    dtype: gl.constexpr = query.dtype
     acc, total, top = no_sums(DV, BLOCK_M, ROWS, WARPS)
     for key in range(start, end, N):
         key = gl.to_tensor(key)
-        block = there(keys_of(next_k, dtype, D, WARPS))
-        values = there(values_of(next_v, dtype, DV, WARPS))
+        keys, values = arrived(next_k, next_v, query.dtype, D, DV, WARPS)
         is_last = key + N >= end
         at, stop = gl.where(is_last, behind, key + N), gl.where(is_last, behind_end, end)
         next_k = load(one_of(is_last, k_behind, k_side), at, stop, k_page)
@@ -74,10 +68,7 @@ def sum_run(
         stop = gl.where(is_late, behind_end, end)
         k_page = page_of(one_of(is_late, k_behind, k_side), at, stop)
         v_page = page_of(one_of(is_late, v_behind, v_side), at, stop)
-        meet()
-        score = scores_of(query, block, BLOCK_M, WARPS)
-        weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
-        acc = add_values(acc, values, weights, fade, ROWS, WARPS)
+        acc, total, top = add_block(acc, total, top, query, keys, values, key, end, scale, WARPS)
     return acc, total, top, next_k, next_v, k_page, v_page
 
 
@@ -132,8 +123,8 @@ def attention_decode_paired(
         WARPS,
     )  # fmt: skip
     # Entries of the table are read before the queries; those behind the length name no page.
-    k_page_1, v_page_1 = page_of(k_1, first_1, keys), page_of(v_1, first_1, keys)
-    k_page_2, v_page_2 = page_of(k_2, first_2, keys), page_of(v_2, first_2, keys)
+    k_page_1, v_page_1 = pages_of(k_1, v_1, first_1, keys)
+    k_page_2, v_page_2 = pages_of(k_2, v_2, first_2, keys)
     query = queries_of(
         q, q_offsets, pair, key_head, rows_1, q_batch, q_head, q_row, q_offset_step,
         q_multiplier, rows, group, D, BLOCK_M, ROWS, WARPS,

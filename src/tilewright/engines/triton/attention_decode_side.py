@@ -122,6 +122,18 @@ def load(side, key, end, page):
 
 
 @gluon.jit
+def pages_of(k_side, v_side, key, end):
+    """``page_of`` for keys and for values."""
+    return page_of(k_side, key, end), page_of(v_side, key, end)
+
+
+@gluon.jit
+def load_both(k_side, v_side, key, end, k_page, v_page):
+    """``load`` for keys and for values."""
+    return load(k_side, key, end, k_page), load(v_side, key, end, v_page)
+
+
+@gluon.jit
 def pairs(words, DTYPE: gl.constexpr):
     """The two elements of each word, on a new last axis.
 
@@ -340,3 +352,21 @@ def meet():
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(0)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def arrived(
+    next_k, next_v, DTYPE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Keys and values that were asked for, there before anything that follows is asked for."""
+    keys = there(keys_of(next_k, DTYPE, D, WARPS))
+    return keys, there(values_of(next_v, DTYPE, DV, WARPS))
+
+
+@gluon.jit
+def add_block(acc, total, top, query, keys, values, key, end, scale, WARPS: gl.constexpr):
+    """(acc, total, top) with the block from ``key``, once all that stands before is asked for."""
+    meet()
+    score = scores_of(query, keys, query.shape[0], WARPS)
+    weights, fade, total, top = weigh(score, key, end, total, top, scale, WARPS)
+    return add_values(acc, values, weights, fade, acc.shape[1], WARPS), total, top
