@@ -45,6 +45,24 @@ def one_of(condition, one, other):
 
 
 @gluon.jit
+def load_next(k_side, v_side, key, end, k_behind, v_behind, behind, behind_end, k_page, v_page):
+    """Words of keys and values of the block from ``key``, and the pages of the block after it.
+
+    From ``end`` on they are those of other sides, from ``behind`` to ``behind_end``.
+    """
+    is_over = key >= end
+    at, stop = gl.where(is_over, behind, key), gl.where(is_over, behind_end, end)
+    next_k = load(one_of(is_over, k_behind, k_side), at, stop, k_page)
+    next_v = load(one_of(is_over, v_behind, v_side), at, stop, v_page)
+    is_last = key + N >= end
+    at = gl.where(is_last, gl.where(is_over, behind + N, behind), key + N)
+    stop = gl.where(is_last, behind_end, end)
+    k_page = page_of(one_of(is_last, k_behind, k_side), at, stop)
+    v_page = page_of(one_of(is_last, v_behind, v_side), at, stop)
+    return next_k, next_v, k_page, v_page
+
+
+@gluon.jit
 def sum_run(
     query, k_side, v_side, next_k, next_v, k_page, v_page, start, end,
     k_behind, v_behind, behind, behind_end, scale,
@@ -59,15 +77,9 @@ def sum_run(
     for key in range(start, end, N):
         key = gl.to_tensor(key)
         keys, values = arrived(next_k, next_v, query.dtype, D, DV, WARPS)
-        is_last = key + N >= end
-        at, stop = gl.where(is_last, behind, key + N), gl.where(is_last, behind_end, end)
-        next_k = load(one_of(is_last, k_behind, k_side), at, stop, k_page)
-        next_v = load(one_of(is_last, v_behind, v_side), at, stop, v_page)
-        is_late = key + 2 * N >= end
-        at = gl.where(is_late, gl.where(is_last, behind + N, behind), key + 2 * N)
-        stop = gl.where(is_late, behind_end, end)
-        k_page = page_of(one_of(is_late, k_behind, k_side), at, stop)
-        v_page = page_of(one_of(is_late, v_behind, v_side), at, stop)
+        next_k, next_v, k_page, v_page = load_next(
+            k_side, v_side, key + N, end, k_behind, v_behind, behind, behind_end, k_page, v_page
+        )
         acc, total, top = add_block(acc, total, top, query, keys, values, key, end, scale, WARPS)
     return acc, total, top, next_k, next_v, k_page, v_page
 
@@ -137,16 +149,11 @@ def attention_decode_paired(
     end_1 = gl.where(rows_1 > 0, gl.minimum(keys_1, first_1 + size_1), first_1)
     end_2 = gl.where((rows_2 > 0) & has_two, gl.minimum(keys_2, first_2 + size_2), first_2)
     is_none = first_1 >= end_1
-    at, stop = gl.where(is_none, first_2, first_1), gl.where(is_none, end_2, end_1)
     k_page = gl.where(is_none, k_page_2, k_page_1)
     v_page = gl.where(is_none, v_page_2, v_page_1)
-    next_k = load(one_of(is_none, k_2, k_1), at, stop, k_page)
-    next_v = load(one_of(is_none, v_2, v_1), at, stop, v_page)
-    is_over = first_1 + N >= end_1
-    at = gl.where(is_over, gl.where(is_none, first_2 + N, first_2), first_1 + N)
-    stop = gl.where(is_over, end_2, end_1)
-    k_page = page_of(one_of(is_over, k_2, k_1), at, stop)
-    v_page = page_of(one_of(is_over, v_2, v_1), at, stop)
+    next_k, next_v, k_page, v_page = load_next(
+        k_1, v_1, first_1, end_1, k_2, v_2, first_2, end_2, k_page, v_page
+    )
 
     half: gl.constexpr = RUNS // WARPS // 2
     width: gl.constexpr = DV // half
