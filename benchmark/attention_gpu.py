@@ -6,7 +6,8 @@ bfloat16. Dense cases have 16,384 tokens and 2048 channels; TFLOP/s count two pr
 2 S^2 D a head, half of that under a causal mask. A window's time is also given over its visible
 fraction of the triangle's (of_visible). Ragged lengths come from a heavy tail, 64k tokens in all.
 Decoding reads the keys and values of 8 sequences, 32 query and 8 key heads of 128, as long as
-declared, unevenly so or all a quarter, TB/s of what has to be read. cuDNN is called through PyTorch
+declared, unevenly so or all a quarter, TB/s of what has to be read; pages are set beside the same
+keys without pages as well (of_dense, the time of those over it). cuDNN is called through PyTorch
 and through its own front end, where that is installed; ratios are to the quicker. One run measures
 everything, on the same inputs, medians of interleaved rounds with a cold L2, after a comparison of
 results. Writes attention.csv under benchmark/results/<device>/. With --build it only compiles, so
@@ -39,7 +40,8 @@ PAGES = (0, 16, 128)
 ALIGNMENT_BYTES = 16
 # Seconds for compiling everything, parts side by side, before anything is measured.
 BUILD_S = 30.0
-ROUNDS = 7
+# Of long calls, and of those that take microseconds.
+ROUNDS, DECODE_ROUNDS = 7, 25
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Results of unit-variance operands: what bfloat16's rounding of P and O allows.
 TOLERANCE = 3e-2
@@ -118,6 +120,7 @@ def measure(
     unit: str,
     expected: torch.Tensor | None = None,
     visible: dict[str, float] | None = None,
+    rounds: int = ROUNDS,
 ) -> dict[str, float]:
     """One row a kernel; ``amount`` is what each does, in ``unit`` a second times 1e12.
 
@@ -132,11 +135,11 @@ def measure(
     error = (problem.out.float() - expected.float()).abs().max().item()
     if not error <= TOLERANCE * max(1.0, expected.float().abs().max().item()):
         raise SystemExit(f"{case}: error {error}")
-    times = device_ms({**peers, f"tilewright {ENGINE}": frame.launch}, rounds=ROUNDS)
+    times = device_ms({**peers, f"tilewright {ENGINE}": frame.launch}, rounds=rounds)
     for name, ms in times.items():
         row = {**case, "who": name, "ms": f"{ms:.4f}", "rate": f"{amount / ms / 1e9:.4g}"}
         row["unit"] = unit
-        for peer in ("cudnn", "flash", "copy"):
+        for peer in ("cudnn", "flash", "copy", "dense"):
             # cuDNN is called in two ways; the quicker one counts.
             least = min((times[name] for name in times if peer in name), default=None)
             row[f"of_{peer}"] = "" if least is None else f"{least / ms:.2f}"
@@ -277,10 +280,13 @@ def decode(table: Table | None, page: int) -> None:
                 out, lengths = torch.empty_like(q), (torch.ones_like(used), used)
                 front = functools.partial(cudnn_frontend.attention, q, k, v, out, lengths=lengths)
                 peers |= cudnn_frontend.peer(front, [out], [expected], TOLERANCE)
+            if page and table is not None:
+                # The same sequences, whose keys and values are not in pages.
+                peers["dense keys"] = decode_problem(q, k, v, used, 0).frame().launch
             problem = decode_problem(q, k, v, used, page)
             case = {"kind": "decode", "depth": depth, "length": length}
             case["mask"] = kind + (f", page {page}" * bool(page))
-            measure(table, case, problem, peers, moved, "TB/s", expected)
+            measure(table, case, problem, peers, moved, "TB/s", expected, rounds=DECODE_ROUNDS)
 
 
 def decode_problem(

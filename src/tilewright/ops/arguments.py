@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from tilewright.ops.custom import is_traced, needs_gradient
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# What a result can be rounded to, saturating.
+_OUT_TYPES = (*FLOAT_TYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def require_tensor(name: str, value: Any, rank: int | None = None) -> torch.Tensor:
@@ -35,10 +38,12 @@ def require_tensor(name: str, value: Any, rank: int | None = None) -> torch.Tens
     return value
 
 
-def require_float(name: str, tensor: torch.Tensor) -> None:
-    """Require one of the float types that the functions take."""
-    if tensor.dtype not in FLOAT_TYPES:
-        accepted = ", ".join(str(dtype) for dtype in FLOAT_TYPES)
+def require_float(
+    name: str, tensor: torch.Tensor, types: Sequence[torch.dtype] = FLOAT_TYPES
+) -> None:
+    """Require one of the float types that the functions take, or of ``types``."""
+    if tensor.dtype not in types:
+        accepted = ", ".join(str(dtype) for dtype in types)
         raise BindingError(f"{name}: data type {tensor.dtype}; expected one of {accepted}")
 
 
@@ -100,9 +105,13 @@ def require_number(name: str, value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat):
         raise BindingError(f"{name}: got {value!r}; expected a number")
-    if not abs(float(value)) <= _FLOAT32_MAX:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _FLOAT32_MAX:
         raise BindingError(f"{name}: got {value!r}; expected a finite number that float32 holds")
-    return float(value)
+    return number
 
 
 def require_flag(name: str, value: Any) -> bool:
@@ -143,9 +152,9 @@ def require_out(
 ) -> None:
     """Require of ``out``, if it is given, what a result can be written into.
 
-    That is ``shape``, on the device of the first operand, with an element for each index. A call
-    with ``out=`` has no autograd, so neither it nor an operand may take part in one; autograd is
-    told that it is written.
+    That is ``shape``, on the device of the first operand, of a float type (FP8 among them), with an
+    element for each index. A call with ``out=`` has no autograd, so neither it nor an operand may
+    take part in one; autograd is told that it is written.
 
     Raises:
         BindingError: naming what does not fit.
@@ -155,6 +164,7 @@ def require_out(
     if needs_gradient(*operands):
         raise BindingError("out: given while an operand requires grad; use it under torch.no_grad")
     require_shape("out", require_tensor("out", out), shape, rule)
+    require_float("out", out, _OUT_TYPES)
     if operands[0] is not None:
         require_device("out", out, operands[0].device)
     if torch.is_grad_enabled() and out.requires_grad:

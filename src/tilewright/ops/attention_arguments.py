@@ -66,8 +66,7 @@ def options_of(
             f"soft_cap: got {soft_cap!r}; expected a finite number > 0, or None, whose reciprocal "
             "float32 holds"
         )
-    if depth < 1:
-        raise BindingError("q: its last axis, the head size, is 0; expected at least 1")
+    require_head_size("q", depth)
     if scale is not None:
         scale = require_number("scale", scale)
     if scale is None and not torch.compiler.is_compiling():
@@ -135,10 +134,16 @@ def padded_lengths(
 
 def require_heads(heads_q: int, heads_kv: int) -> None:
     """Require that KV heads divide query heads: head h reads KV head h // (Hq // Hkv)."""
-    if heads_kv < 1 or heads_q % heads_kv:
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
         raise BindingError(
             f"q: {heads_q} heads with {heads_kv} KV heads; expected a multiple of the KV heads"
         )
+
+
+def require_head_size(name: str, size: int) -> None:
+    """Require a last axis that is not empty."""
+    if size < 1:
+        raise BindingError(f"{name}: its last axis, the head size, is 0; expected at least 1")
 
 
 def require_integers(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -107,8 +107,7 @@ def attention_backward(
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv, and dbias, dsink if wanted, by the graph's own backward operation."""
     inputs = {**call.operands, "o": o, "stats": stats, "do": do}
-    make = torch.zeros_like if call.is_packed else torch.empty_like
-    outputs = {f"d{name}": make(call.operands[name]) for name in ("q", "k", "v")}
+    outputs = {f"d{name}": _gradient_like(call.operands[name], call) for name in ("q", "k", "v")}
     if want_dbias:
         outputs["dbias"] = torch.empty_like(call.operands["bias"]).contiguous()
     if want_dsink:
@@ -147,6 +146,15 @@ def attention_backward(
         stream=call.stream,
     )
     return outputs
+
+
+def _gradient_like(operand: torch.Tensor, call: Call) -> torch.Tensor:
+    """A new dq, dk or dv; zeros where sequences are packed, for the rows of none."""
+    make = torch.zeros_like if call.is_packed else torch.empty_like
+    if operand.numel():
+        return make(operand)
+    # Of an empty view PyTorch keeps the strides, which may be 0.
+    return make(operand, memory_format=torch.contiguous_format)
 
 
 def empty_output(call: Call) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.attention_arguments import counter, draw_seed
+from tilewright.ops.attention_arguments import counter, draw_seed, require_head_size
 from tilewright.ops.attention_call import attention_forward
 from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.attention_gradients import AttentionFunction
@@ -51,6 +51,7 @@ def attend(
     """
     return_stats = require_flag("return_stats", return_stats)
     heads = q.shape[1]
+    require_head_size("v", v.shape[-1])
     shape = (*q.shape[:-1], v.shape[-1])
     if sink is not None:
         require_float("sink", require_tensor("sink", sink, 1))
@@ -67,6 +68,9 @@ def attend(
         operands["offset"] = counter("offset", offset)
     bias = operands.get("bias")
     differentiable = (q, k, v, bias, sink)
+    if out is not None:
+        # There is no scale here that 8 bits would need.
+        require_float("out", require_tensor("out", out))
     require_out(out, shape, "(.., Sq, Dv) of q and v", (*differentiable, gate))
     call = Call(options, {"q": q, "k": k, "v": v, **operands}, engine, stream)
     o: torch.Tensor

@@ -86,6 +86,14 @@ def sdpa_paged(
         page_table.shape[1] * k_pages.shape[1],
         operands["v_table"].shape[2] * v_pages.shape[1],
     )
+    for argument, size in (("k_pages", k_pages.shape), ("v_pages", v_pages.shape)):
+        if size[1] < 1:
+            raise BindingError(
+                f"{argument}: shape {tuple(size)}; expected pages of one token or more"
+            )
+    if longest < 1:
+        argument = "v_page_table" if page_table.shape[1] else "page_table"
+        raise BindingError(f"{argument}: shape ({batch}, 0); expected one page a sequence or more")
     if bias is not None:
         joined = join_bias_and_mask(bias, None, (batch, heads, q.shape[2], longest), q)
         if joined is not None:

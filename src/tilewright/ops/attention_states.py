@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import NotSupportedError
+from tilewright.errors import BindingError, NotSupportedError
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.tensor import MAX_RANK, Tensor
 from tilewright.ops.arguments import (
@@ -52,6 +52,8 @@ def merge_states(
             that names one requires grad.
     """
     require_float("o1", require_tensor("o1", o1))
+    if o1.dim() < 1:
+        raise BindingError("o1: shape (); expected (..., D)")
     require_shape("o2", require_tensor("o2", o2), o1.shape, "o1's shape")
     for name, stats in (("stats1", stats1), ("stats2", stats2)):
         require_float(name, require_tensor(name, stats))

@@ -131,6 +131,7 @@ def conv1d_causal_update(
     require_shape(
         "state", require_tensor("state", state), (x.shape[0], channels, width - 1), "(B, C, W - 1)"
     )
+    require_float("state", state)
     require_device("state", state, x.device)
     require_distinct("state", state)
     with torch.no_grad():
@@ -178,6 +179,8 @@ def _check_weight(
     weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, channels: int
 ) -> tuple[int, int]:
     require_tensor("weight", weight, 2)
+    if channels < 1:
+        raise BindingError(f"x: shape {tuple(x.shape)}; expected one channel at least")
     if weight.shape[1] < 1:
         raise BindingError(f"weight: shape {tuple(weight.shape)}; expected (C, W), W at least 1")
     require_shape("weight", weight, (channels, weight.shape[1]), "(C, W) with x's C")

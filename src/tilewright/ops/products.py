@@ -121,7 +121,8 @@ def linear(
     if needs_grad:
         y = apply("linear", _LinearFunction, flat, weight, bias, epilogue, engine, stream)
         return y.reshape(shape)
-    y = _forward(flat, weight, bias, epilogue, engine, stream)[0]
+    y_type = x.dtype if out is None else out.dtype
+    y = _forward(flat, weight, bias, epilogue, engine, stream, y_type=y_type)[0]
     return y.reshape(shape) if out is None else out.copy_(y.reshape(shape))
 
 
@@ -208,13 +209,14 @@ def _forward(
     stream: Any,
     *,
     keep_product: bool = False,
+    y_type: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows, columns = x.shape[0], weight.shape[0]
     width = columns // 2 if epilogue.glu else columns
     inputs = {"x": x, "weight": weight.t()}
     if bias is not None:
         inputs["bias"] = bias.unsqueeze(0)
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    y = torch.empty((rows, width), dtype=y_type or x.dtype, device=x.device)
     outputs = {"y": y}
     if keep_product:
         outputs["product"] = torch.empty((rows, columns), dtype=x.dtype, device=x.device)

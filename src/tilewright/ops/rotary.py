@@ -258,4 +258,11 @@ def _look_up(
         raise BindingError(
             f"{name}: shape {tuple(table.shape)}; expected (positions, R/2) with positions="
         )
-    return table[positions]
+    try:
+        return table[positions]
+    except IndexError as error:
+        least, most = positions.aminmax()
+        raise BindingError(
+            f"positions: from {int(least)} to {int(most)}; expected rows of {name}, which has "
+            f"{table.shape[0]}"
+        ) from error

@@ -130,6 +130,16 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: ops.conv1d_causal(torch.zeros(1, 2, 3), torch.zeros(2, 4)), "expected (3, 4)"),
     (lambda: ops.conv1d_causal(torch.zeros(1, 2, 3), torch.zeros(3, 0)), "W at least 1"),
     (
+        lambda: ops.conv1d_causal(torch.zeros(1, 2, 0), torch.zeros(0, 4)),
+        "x: shape (1, 2, 0); expected one channel at least",
+    ),
+    (
+        lambda: ops.conv1d_causal_update(
+            torch.zeros(2, 3), torch.zeros(2, 3, 3, dtype=torch.int32), torch.zeros(3, 4)
+        ),
+        "state: data type torch.int32; expected one of",
+    ),
+    (
         lambda: ops.conv1d_causal(torch.zeros(1, 2, 3), torch.zeros(3, 4), activation="relu"),
         "activation: got 'relu'; accepted are",
     ),

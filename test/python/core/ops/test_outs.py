@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewright as tw
 from tilewright import ops
 from tilewright.ops import plan_cache
 
@@ -56,3 +57,14 @@ def test_autograd_finds_what_it_saved_overwritten(
     call(*operands, out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_type_that_no_result_has_is_named(name: str, generator: torch.Generator) -> None:
+    call, shape, shapes = CALLS[name]
+    operands = [torch.randn(each, generator=generator) for each in shapes]
+    for dtype in (torch.int8, torch.bool, torch.complex64):
+        out = torch.ones(shape, dtype=dtype)
+        with pytest.raises(tw.BindingError, match=f"out: data type {dtype}; expected one of"):
+            call(*operands, out)
+        assert torch.equal(out, torch.ones(shape, dtype=dtype))

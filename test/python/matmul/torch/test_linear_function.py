@@ -84,6 +84,20 @@ def test_layouts_out_and_empty() -> None:
     torch.testing.assert_close(ops.linear(torch.zeros(5), w), torch.zeros(8))
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_out_of_another_type_is_rounded_once(
+    activation: str | None, generator: torch.Generator
+) -> None:
+    x, w = (torch.randn(n, 16, generator=generator).bfloat16() for n in (8, 32))
+    exact = F.linear(x.double(), w.double())
+    exact = exact if activation is None else F.gelu(exact)
+    out = ops.linear(x, w, activation=activation, out=torch.empty(8, 32))
+    torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-5)
+    # FP8 saturates, which PyTorch's own conversion to this type does not.
+    small = torch.empty(8, 32, dtype=torch.float8_e5m2)
+    assert ops.linear(x * 1e4, w * 1e4, out=small).float().abs().max() == 57344
+
+
 def test_wrong_arguments_are_named() -> None:
     x, w = torch.zeros(3, 5), torch.zeros(8, 5)
     for call, message in (

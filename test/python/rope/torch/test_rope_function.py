@@ -139,6 +139,10 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: ops.rope(x, cos, sin, rotary_dim=10), "rotary_dim: got 10"),
         (lambda: ops.rope(x, cos, sin, positions=torch.zeros(5)), "positions: data type"),
         (
+            lambda: ops.rope(x, cos, sin, positions=torch.tensor([0, 5, 1, 2, 3])),
+            "positions: from 0 to 5; expected rows of cos, which has 5",
+        ),
+        (
             lambda: ops.rope(x.requires_grad_(), cos, sin, inplace=True),
             "inplace: given while x requires grad",
         ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_attention import draw
 
+import tilewright as tw
 from tilewright import ops
 
 pytestmark = pytest.mark.L0
@@ -55,3 +56,9 @@ def test_the_gradients_of_an_empty_state_that_holds_nan_are_zero() -> None:
     for tensor, expected in ((nothing, 0.0), (empty, 0.0), (o, 1.0), (stats, 1.0)):
         assert tensor.grad is not None
         assert torch.equal(tensor.grad, torch.full_like(tensor, expected))
+
+
+def test_a_state_without_an_axis_of_values_is_refused() -> None:
+    number = torch.tensor(1.0)
+    with pytest.raises(tw.BindingError, match=r"o1: shape \(\); expected \(\.\.\., D\)"):
+        ops.merge_states(number, number, number, number)

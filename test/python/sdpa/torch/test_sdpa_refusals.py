@@ -24,6 +24,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("no tensor", {"k": [1]}, "k: got list; expected a torch tensor"),
     ("integer", {"q": torch.zeros(1, 2, 3, 8, dtype=torch.int32)}, "q: data type torch.int32"),
     ("heads", {"q": torch.zeros(1, 3, 3, 8)}, "q: 3 heads with 2 KV heads"),
+    ("no query head", {"q": torch.zeros(1, 0, 3, 8)}, "q: 0 heads with 2 KV heads"),
+    ("no value", {"v": torch.zeros(1, 2, 3, 0)}, "v: its last axis, the head size, is 0"),
     ("head size", {"k": torch.zeros(1, 2, 3, 4)}, "k: shape (1, 2, 3, 4); expected (1, 2, 3, 8)"),
     ("keys", {"v": torch.zeros(1, 2, 4, 8)}, "v: shape (1, 2, 4, 8); expected (1, 2, 3, 8)"),
     ("align", {"align": "middle"}, "align: got 'middle'; accepted are 'top_left', 'bottom_right'"),
@@ -39,6 +41,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("window type", {"window": 3}, "window: got 3; expected (left, right)"),
     ("scale type", {"scale": "a"}, "scale: got 'a'; expected a number"),
     ("huge scale", {"scale": 1e300}, "scale: got 1e+300; expected a finite number that float32"),
+    ("scale no float holds", {"scale": 10**400}, "expected a finite number that float32 holds"),
     ("dropout type", {"dropout_p": None}, "dropout_p: got None; expected a number"),
     ("scale", {"scale": math.nan}, "scale: got nan; expected a finite number"),
     (
@@ -126,6 +129,18 @@ def test_flags_may_be_numpys() -> None:
         ops.sdpa_decode(q, q, q, torch.tensor([3]), causal="no")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("pages", "page", "named"),
+    [(0, 3, "page_table: shape (1, 0)"), (2, 0, "k_pages: shape (2, 0,")],
+)
+def test_a_paged_call_names_what_has_no_room_for_a_token(pages: int, page: int, named: str) -> None:
+    q, kv = torch.zeros(1, 2, 1, 4), torch.zeros(2, page, 2, 4)
+    table = torch.zeros(1, pages, dtype=torch.int32)
+    with pytest.raises(tw.BindingError) as caught:
+        ops.sdpa_paged(q, kv, kv, table, torch.tensor([0]))
+    assert named in str(caught.value)
+
+
 def test_a_paged_call_names_a_sink_that_is_none() -> None:
     q, pages = torch.zeros(1, 2, 1, 4), torch.zeros(2, 3, 2, 4)
     with pytest.raises(tw.BindingError, match="sink: got float; expected a torch tensor"):
@@ -150,6 +165,10 @@ def test_a_paged_call_declines_every_operand_that_requires_grad() -> None:
         ({"out": torch.empty(1, 1, 1, 1).expand(1, 2, 5, 8)}, "out: shape .* overlap"),
         ({"out": torch.empty(1, 2, 5, 8, device="meta")}, "out: on meta"),
         ({"out": torch.empty(1, 2, 5, 8, requires_grad=True)}, "out: requires grad"),
+        (
+            {"out": torch.empty(1, 2, 5, 8, dtype=torch.float8_e4m3fn)},
+            "out: data type torch.float8",
+        ),
     ],
 )
 def test_what_an_engine_would_trip_over_is_refused(given: dict[str, Any], named: str) -> None:

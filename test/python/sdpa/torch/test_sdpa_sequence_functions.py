@@ -75,6 +75,16 @@ def test_origins_and_holes_of_packed_sequences() -> None:
         ops.sdpa_varlen(q, k[:9], v[:9], cu_q, cu_kv, 4, 6)
 
 
+def test_no_token_of_a_query_whose_heads_are_one() -> None:
+    # PyTorch keeps the strides of an empty view, 0 among them, in what it makes like it.
+    q = torch.empty(0, 1, 8).expand(0, 4, 8).requires_grad_()
+    k = torch.ones(3, 2, 8, requires_grad=True)
+    none, some = torch.tensor([0, 0]), torch.tensor([0, 3])
+    ops.sdpa_varlen(q, k, k, none, some, 2, 3).sum().backward()
+    assert q.grad is not None and q.grad.shape == (0, 4, 8)
+    assert k.grad is not None and torch.equal(k.grad, torch.zeros(3, 2, 8))
+
+
 @pytest.mark.parametrize("page", [1, 3, 4, 16])
 def test_paged_keys_equal_dense_ones(page: int) -> None:
     # O4 and field report 7: distinct tables, NaN in free slots, wild indices past the used pages.
