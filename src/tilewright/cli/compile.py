@@ -12,9 +12,6 @@ from tilewright.cli.exits import ExitCode, fail
 if TYPE_CHECKING:
     from tilewright.planning.graph import Graph
 
-# Multiprocessors of the common device of each target: A100, H100 and H200, B200, RTX PRO 6000.
-_SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148, (12, 0): 188}
-
 
 def add_parser(subparsers: Any) -> None:
     """Declare the subcommand."""
@@ -60,7 +57,9 @@ def execute(arguments: argparse.Namespace) -> ExitCode:
     before = counters()
     kernels = []
     for target in dict.fromkeys(arguments.target):
-        kernels += _compile(graph, target, arguments.multiprocessors or _SM_COUNTS.get(target))
+        kernels += _compile(
+            graph, target, arguments.multiprocessors or options.SM_COUNTS.get(target)
+        )
     after = counters()
     failures = {
         reason: number - before.write_failures.get(reason, 0)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tilewright.planning.devices import DeviceProperties
     from tilewright.planning.graph import Graph
 
+# Multiprocessors of the common device of each target: A100, H100 and H200, B200, RTX PRO 6000.
+SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148, (12, 0): 188}
+
 
 def add_graph(parser: argparse.ArgumentParser) -> None:
     """The graph file, positional."""
@@ -70,7 +73,8 @@ def device_properties_of(text: str) -> DeviceProperties:
     match = re.fullmatch(r"sm_([1-9][0-9]?)([0-9])", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor like sm_90 or sm_120")
-    return DeviceProperties("cuda", 0, text, (int(match[1]), int(match[2])))
+    target = int(match[1]), int(match[2])
+    return DeviceProperties("cuda", 0, text, target, SM_COUNTS.get(target, 0))
 
 
 def handle_of(arguments: argparse.Namespace) -> Handle | None:

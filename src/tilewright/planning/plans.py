@@ -143,9 +143,11 @@ def _ask(
             raise NotSupportedError(reason)
     engine: Engine = load_engine(entry.module)
     unusable = engine.unusable_reason(torch_device)
-    if unusable is not None:
-        raise NotSupportedError(unusable)
-    return engine.propose(graph, torch_device)
+    if unusable is None:
+        return engine.propose(graph, torch_device)
+    if device.type == "cuda" and torch_device.type != "cuda":
+        return engine.propose_elsewhere(graph, device.sm_count)
+    raise NotSupportedError(unusable)
 
 
 def _as_plan(entry: EngineEntry, proposal: Proposal) -> Plan:

@@ -100,10 +100,26 @@ class CompiledEngine:
         plan_records.save_proposals(keys, proposals)
         return proposals
 
+    def propose_elsewhere(self, graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
+        """What the graph's family proposes for a GPU that is not here; nothing is stored."""
+        unusable = self.unusable_reason(torch.device("cuda"))
+        if unusable is not None:
+            raise NotSupportedError(unusable)
+        if sm_count < 1:
+            raise NotSupportedError(
+                f"device_property: sm_count is {sm_count}; expected the multiprocessors of the "
+                "device, which is not here to be asked"
+            )
+        proposals: list[Proposal] = self.family(graph).propose(graph, sm_count)
+        return proposals
+
     def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> Any:
         """Load the kernels of one proposal as they are known, or compile them."""
         name = self.family_name(graph)
         if device.type == "cpu":
+            unusable = self.unusable_reason(device)
+            if unusable is not None:
+                raise NotSupportedError(unusable)
             from tilewright.engines.compiled.interpreted import InterpretedExecutable
 
             return InterpretedExecutable(self.plan(graph, knobs, _sm_count(device)), device)

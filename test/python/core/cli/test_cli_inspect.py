@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tilewright import Graph
+from tilewright import Graph, norm_forward_phase
 from tilewright.planning.table import ENGINE_TABLE
 
 pytestmark = pytest.mark.L0
@@ -28,6 +28,13 @@ def chained(graph: Graph) -> None:
     """Two products, whose intermediate result needs workspace."""
     a, b = graph.tensor((1, 8, 8), name="A"), graph.tensor((1, 8, 8), name="B")
     graph.matmul(graph.matmul(a, b), b).set_output(True)
+
+
+def rms_norm(graph: Graph) -> None:
+    """What kernels for GPUs take, too."""
+    x, scale = graph.tensor((8, 64), name="x"), graph.tensor((1, 64), name="scale")
+    epsilon = graph.tensor_scalar(1e-5)
+    graph.rmsnorm(norm_forward_phase.INFERENCE, x, scale, None, epsilon)[0].set_output(True)
 
 
 def test_plans_lists_what_replays_each(run: Runner, graph_file: FileMaker) -> None:
@@ -86,7 +93,11 @@ def test_explain_plans_for_a_device_that_is_not_here(
 ) -> None:
     ran = run("explain", graph_file(), "--device-properties", target, "--json")
     assert ran.code == 0
-    assert json.loads(ran.out)["device"] == device
+    document = json.loads(ran.out)
+    assert document["device"] == device
+    norm = run("explain", graph_file(rms_norm), "--device-properties", target, "--json")
+    taken = {engine["name"] for engine in json.loads(norm.out)["engines"] if engine["taken"]}
+    assert taken == ({"aten"} if device == "cpu" else {"aten", "triton"})
 
 
 def test_doctor_tells_versions_devices_and_engines(run: Runner) -> None:

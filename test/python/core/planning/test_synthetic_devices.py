@@ -65,6 +65,29 @@ def test_a_graph_on_a_future_device_is_planned_without_compiled_kernels() -> Non
     assert {plan.engine_name for plan in graph.plans} == {"aten"}
 
 
+def test_a_device_that_is_not_here_is_answered_for_and_nothing_of_it_runs() -> None:
+    graph = norm(device_property=device((9, 0)), handle=tw.create_handle("cpu"))
+    told = graph.explain()
+    verdicts = {verdict.engine_name: verdict for verdict in told.verdicts}
+    assert verdicts["triton"].is_taken and verdicts["aten"].is_taken
+    assert "no capability row" in verdicts["hopper"].reason
+    assert told.selected is not None and told.selected.engine_name == "triton"
+    # What is built runs here.
+    graph.build()
+    assert graph.selected_engine == "aten"
+    assert "need an NVIDIA GPU" in dict(graph.explain().barred)[told.selected.name]
+    x, scale, y = torch.ones(8, 64).bfloat16(), torch.ones(1, 64).bfloat16(), torch.zeros(8, 64)
+    graph.execute({"x": x, "scale": scale, graph.outputs()[0]: y.bfloat16()})
+    with pytest.raises(tw.NotSupportedError, match="need an NVIDIA GPU"):
+        fresh = norm(device_property=device((9, 0)), handle=tw.create_handle("cpu"))
+        fresh.select_plan(0)
+        fresh.build()
+    unknown = tw.DeviceProperties("cuda", 0, "made up", (9, 0))
+    told = norm(device_property=unknown, handle=tw.create_handle("cpu")).explain()
+    reasons = {verdict.engine_name: verdict.reason for verdict in told.verdicts}
+    assert "sm_count is 0" in reasons["triton"]
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
