@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import NotSupportedError
 from tilewright.ops.attention_call import attention_forward, empty_output, empty_stats
 from tilewright.ops.attention_gradients import attention_gradients
 from tilewright.ops.attention_records import AttentionOptions, Call
-from tilewright.ops.custom import in_layout_of, nothing, register
+from tilewright.ops.custom import in_layout_of, made_without_gradients, nothing, register
 
 _OPERANDS = (
     *("q", "k", "v", "bias", "sink", "seed", "offset", "seqlens_q", "seqlens_kv"),
@@ -104,7 +103,7 @@ def _backward(ctx: Any, do: torch.Tensor | None, dstats: torch.Tensor | None) ->
     if do is None and dstats is None:
         return absent
     if not ctx.has_stats:
-        raise NotSupportedError("tilewright::sdpa: a gradient needs the call to have made Stats")
+        raise made_without_gradients("want_stats")
     needs = dict(zip(_OPERANDS, ctx.needs_input_grad, strict=False))
     wanted = [needs["bias"], needs["sink"]]
     grads = _sdpa_backward(do, dstats, *ctx.saved_tensors, *ctx.options, *wanted)

@@ -22,7 +22,7 @@ from tilewright.ops.attention_call import attention_forward
 from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.attention_gradients import AttentionFunction
 from tilewright.ops.attention_records import AttentionOptions, Call
-from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient
+from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient, serves_gradients
 from tilewright.ops.gating import gated
 from tilewright.ops.transforms import apply
 
@@ -78,7 +78,8 @@ def attend(
     needs_grad = needs_gradient(*differentiable)
     if is_traced(*call.operands.values(), out):
         forbid_stream(stream)
-        o, stats = attend_by_operator(call, want_stats=return_stats or needs_grad)
+        want_stats = return_stats or serves_gradients(*differentiable)
+        o, stats = attend_by_operator(call, want_stats=want_stats)
         if out is not None and gate is None:
             o = out.copy_(o)
     elif needs_grad:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import NotSupportedError
+from tilewright.errors import BindingError, NotSupportedError
 
 NAMESPACE = "tilewright"
 _modes_on_stack = torch._C._len_torch_dispatch_stack
@@ -40,6 +40,25 @@ def is_traced(*operands: torch.Tensor | None) -> bool:
 def needs_gradient(*operands: torch.Tensor | None) -> bool:
     """True if a call with these operands takes part in autograd."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+
+
+def serves_gradients(*operands: torch.Tensor | None) -> bool:
+    """True if a traced call with these operands must make what its backward reads.
+
+    What torch.jit.trace writes down runs with gradients and without, whichever it was made with:
+    it is not traced again, and PyTorch's own check of it is a trace of the other kind.
+    """
+    # The compiler, which makes a graph for each mode, cannot ask of jit.
+    is_written_down = not torch.compiler.is_dynamo_compiling() and _is_written_down()
+    return is_written_down or needs_gradient(*operands)
+
+
+def made_without_gradients(flag: str) -> BindingError:
+    """What to raise where an operator did not keep what its backward reads, as ``flag`` says."""
+    return BindingError(
+        f"{flag}: False where an operand requires grad; must be True: make the trace, or the "
+        "export, outside of torch.no_grad and with operands that require grad"
+    )
 
 
 def forbid_stream(stream: Any) -> None:

@@ -29,9 +29,11 @@ from tilewright.ops.arguments import (
 from tilewright.ops.custom import (
     forbid_stream,
     is_traced,
+    made_without_gradients,
     needs_gradient,
     nothing,
     register,
+    serves_gradients,
     wanted_gradients,
 )
 from tilewright.ops.declaring import bind_output
@@ -96,7 +98,8 @@ def group_norm(
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
         forbid_stream(stream)
-        y = _group_norm(x, weight, bias, *options, needs_grad, engine)[0]
+        wants = serves_gradients(x, weight, bias)
+        y = _group_norm(x, weight, bias, *options, wants, engine)[0]
         return y if out is None else out.copy_(y)
     if needs_grad:
         y = apply("group_norm", _GroupNormFunction, x, weight, bias, options, engine, stream)
@@ -299,7 +302,7 @@ def _fake_backward(grad: Any, x: Any, weight: Any, bias: Any, *_: Any) -> tuple[
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *operands, groups, eps, want_statistics, engine = inputs
     if not want_statistics:
-        raise BindingError("want_statistics: False where an operand requires grad; must be True")
+        raise made_without_gradients("want_statistics")
     ctx.save_for_backward(*operands, *output[1:])
     ctx.options = (groups, eps, engine)
     ctx.mark_non_differentiable(*output[1:])

@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import BindingError
-from tilewright.ops.custom import in_layout_of, nothing, register, wanted_gradients
+from tilewright.ops.custom import (
+    in_layout_of,
+    made_without_gradients,
+    nothing,
+    register,
+    wanted_gradients,
+)
 from tilewright.ops.first_order import first_order
 from tilewright.ops.normalization_call import (
     FUNCTIONS,
@@ -96,9 +101,7 @@ def _register(operation: str) -> Any:
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         x, weight, bias, *options, want_statistics, engine = inputs
         if not want_statistics:
-            raise BindingError(
-                "want_statistics: False where an operand requires grad; must be True"
-            )
+            raise made_without_gradients("want_statistics")
         ctx.save_for_backward(x, weight, bias, *output[1:])
         ctx.options = (*options, engine)
         ctx.mark_non_differentiable(*output[1:])

@@ -28,9 +28,11 @@ from tilewright.ops.arguments import (
 from tilewright.ops.custom import (
     forbid_stream,
     is_traced,
+    made_without_gradients,
     needs_gradient,
     nothing,
     register,
+    serves_gradients,
     wanted_gradients,
 )
 from tilewright.ops.declaring import bind_output, declare_all
@@ -116,7 +118,8 @@ def linear(
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
         forbid_stream(stream)
-        y = _linear(flat, weight, bias, *epilogue, needs_grad, engine)[0].reshape(shape)
+        wants = serves_gradients(x, weight, bias)
+        y = _linear(flat, weight, bias, *epilogue, wants, engine)[0].reshape(shape)
         return y if out is None else out.copy_(y)
     if needs_grad:
         y = apply("linear", _LinearFunction, flat, weight, bias, epilogue, engine, stream)
@@ -346,7 +349,7 @@ def _fake_backward(grad: Any, x: Any, weight: Any, bias: Any, *_: Any) -> tuple[
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, weight, bias, activation, glu, is_training, engine = inputs
     if not is_training:
-        raise BindingError("is_training: False where an operand requires grad; must be True")
+        raise made_without_gradients("is_training")
     ctx.save_for_backward(x, weight, bias, output[1])
     ctx.options = (activation, glu, engine)
     ctx.mark_non_differentiable(output[1])

@@ -375,6 +375,9 @@ WRITTEN_DOWN: dict[str, Callable[[torch.Tensor], Any]] = {
     "sdpa": lambda x: ops.sdpa(x, x, x, causal=True, seqlens_kv=torch.ones(x.shape[0]).int()),
     "group_norm": lambda x: ops.group_norm(x, 2),
     "rope": lambda x: ops.rope(x, torch.ones(x.shape[2], 4), torch.ones(x.shape[2], 4)),
+    "layer_norm": lambda x: ops.layer_norm(x, torch.ones(8)),
+    "rms_norm": lambda x: ops.rms_norm(x, torch.ones(8)),
+    "linear": lambda x: ops.linear(x, torch.ones(6, 8), activation="gelu"),
 }
 
 
@@ -390,6 +393,47 @@ def test_what_jit_writes_down_serves_other_shapes(name: str, generator: torch.Ge
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(y.square().sum(), other)[0] for y in (found, expected)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", WRITTEN_DOWN)
+def test_what_jit_writes_down_runs_with_and_without_gradients(
+    name: str, generator: torch.Generator
+) -> None:
+    function = WRITTEN_DOWN[name]
+    given = draw(generator, 2, 4, 5, 8)
+    # PyTorch checks a trace by a second one, which it makes without gradients.
+    wanting = torch.jit.trace(function, given.requires_grad_())
+    with torch.no_grad():
+        plain = torch.jit.trace(function, given.detach())
+    expected = function(given)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), given)
+    for written in (wanting, plain):
+        found = written(given)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), given)[0], gradient)
+        with torch.no_grad():
+            torch.testing.assert_close(written(given), expected)
+
+
+@pytest.mark.parametrize("name", WRITTEN_DOWN)
+def test_an_export_that_was_made_without_gradients_says_so(
+    name: str, generator: torch.Generator
+) -> None:
+    class Whole(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return WRITTEN_DOWN[name](x)
+
+    given = draw(generator, 2, 4, 5, 8)
+    exported = torch.export.export(Whole(), (given,)).module()
+    wanting = given.clone().requires_grad_()
+    if name == "rope":
+        # Its backward reads nothing that a call without gradients does not have.
+        exported(wanting).sum().backward()
+        return
+    with pytest.raises(BindingError, match="make the trace, or the export, outside"):
+        exported(wanting).sum().backward()
 
 
 def test_refusals_of_operators() -> None:
