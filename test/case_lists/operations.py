@@ -91,6 +91,7 @@ OPERATIONS: tuple[Case, ...] = (
             f"{SEQUENCES}::test_paged_keys_and_values",
             ATTENTION_PAIRS,
             f"{ATTENTION_ON_GPU}::test_nan_beyond_lengths_and_in_free_slots_stays_there",
+            f"{P}/sdpa/triton/test_packed_page_tables_on_gpu.py::test_results_are_those_of_dense_tables",
             f"{HOPPER_PAGES}::test_pages",
             f"{HOPPER_PAGES}::test_a_replay_reads_tables_and_lengths_as_they_are",
             f"{HOPPER_PAGES}::test_what_a_hidden_token_of_a_page_holds_reaches_no_row",

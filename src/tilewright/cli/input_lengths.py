@@ -16,6 +16,7 @@ from tilewright.cli.draws import Draws
 from tilewright.cli.exits import fail
 from tilewright.graph.graph import DeclaredGraph
 from tilewright.graph.operation import Operation, walk
+from tilewright.graph.operations.attention_base import PAGE_PORTS
 from tilewright.graph.tensor import Tensor
 
 _QUERY_PORTS = frozenset(
@@ -36,9 +37,12 @@ class _Side:
     lengths: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     ragged: list[Tensor] = field(default_factory=list)
+    # Ragged page tables, each with the tokens of a page.
+    tables: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def uids(self) -> set[int]:
-        offsets = [tensor.ragged_offset for tensor in self.ragged]
+        tables = [table for table, _ in self.tables]
+        offsets = [tensor.ragged_offset for tensor in (*self.ragged, *tables)]
         return {t.uid for t in (*self.lengths, *self.sums, *offsets) if t is not None}
 
 
@@ -160,6 +164,9 @@ def _sides(operation: Any) -> tuple[_Side, _Side]:
             queries.ragged.append(tensor)
         elif port in _KEY_PORTS:
             keys.ragged.append(tensor)
+        elif port in PAGE_PORTS:
+            pages = operation.inputs["kv"[PAGE_PORTS.index(port)]]
+            keys.tables.append((tensor, pages.dim[2]))
     return queries, keys
 
 
@@ -209,11 +216,15 @@ def _derive(
         values[tensor.uid] = lengths.reshape(tensor.dim)
     for tensor in side.sums:
         values[tensor.uid] = sums.reshape(tensor.dim)
-    for tensor in side.ragged:
+    counted = [(tensor, sums) for tensor in side.ragged]
+    for table, page in side.tables:
+        pages = (lengths + page - 1) // page
+        counted.append((table, torch.cat((torch.zeros_like(pages[:1]), pages.cumsum(0)))))
+    for tensor, units in counted:
         offset = tensor.ragged_offset
         if offset is None or offset.uid in given:
             continue
-        found = _offsets(tensor, offset, sums)
+        found = _offsets(tensor, offset, units)
         earlier = values.get(offset.uid)
         if earlier is not None and not torch.equal(earlier, found):
             fail(

@@ -130,11 +130,18 @@ class Lengths:
 
 
 class PagedPort:
-    """A container (pages, Hkv, page size, X) and its table (B, 1, entries, 1) of page numbers."""
+    """A container (pages, Hkv, page size, X) and its table (B, 1, entries, 1) of page numbers.
+
+    The rows of a ragged table lie one after another.
+    """
 
     def __init__(self, op: Any, spec: AttentionSpec, side: str) -> None:
         self.side = side
-        self.label = f"{spec.title}: paged_attention_{side}_table"
+        self.table = f"paged_attention_{side}_table"
+        self.label = f"{spec.title}: {self.table}"
+        self.ragged: RaggedPort | None = None
+        if self.table in spec.ragged:
+            self.ragged = RaggedPort(self.table, op.inputs[self.table], spec.title)
         self.keys = spec.keys
         self.page = int(op.inputs[side].dim[2])
 
@@ -144,8 +151,13 @@ class PagedPort:
         Raises:
             BindingError: if one of them is not a page of the container.
         """
-        table = inputs[f"paged_attention_{self.side}_table"]
-        used = table[batch].reshape(-1)[: -(-length // self.page)].to(torch.int64)
+        table, needed = inputs[self.table], -(-length // self.page)
+        if self.ragged is None:
+            row = table[batch].reshape(-1)[:needed]
+        else:
+            start = int(self.ragged.starts(inputs)[batch])
+            row = self.ragged.sequence(table, start, needed).reshape(-1)
+        used = row.to(torch.int64)
         count = inputs[self.side].shape[0]
         if used.numel() and (int(used.min()) < 0 or int(used.max()) >= count):
             raise BindingError(
@@ -163,7 +175,9 @@ class PagedPort:
     def gather(self, inputs: Operands) -> Tensor:
         """Every sequence as (B, Hkv, keys, X); what lies beyond its length is anything."""
         container = inputs[self.side]
-        table = inputs[f"paged_attention_{self.side}_table"]
+        table = inputs[self.table]
+        if self.ragged is not None:
+            table = self.ragged.gather(table, inputs)
         batch = table.shape[0]
         used = table.reshape(batch, -1)[:, : -(-self.keys // self.page)].to(torch.int64)
         # Entries behind the last used one may name no page.

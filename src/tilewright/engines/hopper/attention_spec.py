@@ -118,6 +118,12 @@ def _soft_cap(title: str, program: ScoreProgram) -> SoftCap:
 def _check_features(title: str, operation: Operation, ports: Mapping[str, Tensor]) -> None:
     if operation.use_alibi_mask:
         raise NotSupportedError(f"{title}: use_alibi_mask; the Hopper kernels do not have it")
+    for port in _TABLES:
+        if port in ports and ports[port].ragged_offset is not None:
+            raise NotSupportedError(
+                f"tensor {ports[port].label()} ({port}) has a ragged offset; the Hopper kernels "
+                "take page tables with a row of entries a sequence"
+            )
     for port, tensor in ports.items():
         # What a score program reads is looked at with the program.
         if port not in _PORTS and not port.startswith("score_mod_"):

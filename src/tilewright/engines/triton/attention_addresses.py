@@ -54,6 +54,14 @@ def head_start(
 
 
 @triton.jit
+def table_start(table, offsets, batch, offset_step, multiplier, batch_step):
+    """Where the page numbers of a sequence start."""
+    return table + sequence_start(
+        offsets, batch, offset_step, multiplier, batch_step, offsets is not None
+    )
+
+
+@triton.jit
 def quotient(number, factor, shift):
     """A number in [0, 2**31) over a divisor that the host knows: ``KernelArguments.divisor``.
 

@@ -271,6 +271,7 @@ def add_forward_operands(
         arguments.pointer(f"{side}_table", table)
         arguments.integer(f"{side}_table_batch", 0 if table is None else table.stride[0])
         arguments.integer(f"{side}_table_row", 0 if table is None else table.stride[2])
+        arguments.ragged(f"{side}_table", table)
     if spec.scale is None:
         arguments.scalar("scale", ports["attn_scale"], "fp32")
     else:

@@ -24,6 +24,7 @@ from tilewright.engines.triton.attention_addresses import (
     head_start,
     row_offsets,
     sequence_length,
+    table_start,
 )
 from tilewright.engines.triton.attention_arguments import (
     KernelArguments,
@@ -59,7 +60,7 @@ _PARTS = ("part_acc", "part_total", "part_top")
 def attention_decode(
     q, k, v, k_map, v_map, o, gate, stats, smax, ssum, bias, sink, part_acc, part_total, part_top,
     len_q, len_kv, k_table, v_table,
-    q_offsets, k_offsets, v_offsets, o_offsets, gate_offsets,
+    q_offsets, k_offsets, v_offsets, k_table_offsets, v_table_offsets, o_offsets, gate_offsets,
     stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3,
     q_batch, q_head, q_row, q_col,
@@ -74,10 +75,10 @@ def attention_decode(
     sink_head,
     len_q_step, len_kv_step,
     k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, k_offset_step, v_offset_step, o_offset_step, gate_offset_step,
-    stats_offset_step, smax_offset_step, ssum_offset_step,
-    q_multiplier, k_multiplier, v_multiplier, o_multiplier, gate_multiplier,
-    stats_multiplier, smax_multiplier, ssum_multiplier,
+    q_offset_step, k_offset_step, v_offset_step, k_table_offset_step, v_table_offset_step,
+    o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+    q_multiplier, k_multiplier, v_multiplier, k_table_multiplier, v_table_multiplier,
+    o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     batches, rows, keys, heads_kv, group, left, right, run,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
@@ -152,8 +153,14 @@ def attention_decode(
         )  # fmt: skip
         k_pages, v_pages = None, None
         if is_paged:
-            k_pages = k_table + batch.to(tl.int64) * k_table_batch
-            v_pages = v_table + batch.to(tl.int64) * v_table_batch
+            k_pages = table_start(
+                k_table, k_table_offsets, batch, k_table_offset_step, k_table_multiplier,
+                k_table_batch,
+            )  # fmt: skip
+            v_pages = table_start(
+                v_table, v_table_offsets, batch, v_table_offset_step, v_table_multiplier,
+                v_table_batch,
+            )  # fmt: skip
         bias_at, slope, inner, outer = None, None, None, None
         if has_bias:
             bias_at = bias + batch.to(tl.int64) * bias_batch

@@ -23,6 +23,7 @@ from tilewright.engines.triton.attention_decode_side import (
     no_sums,
     page_of,
     queries_of,
+    readable_keys,
     run_size,
     score_layout,
     scores_of,
@@ -107,10 +108,11 @@ def dealt(runs, most):
 @gluon.jit
 def attention_decode_direct(
     q, k, v, part_acc, part_total, part_top,
-    len_q, len_kv, k_table, v_table, q_offsets, scale,
+    len_q, len_kv, k_table, v_table, q_offsets, k_table_offsets, v_table_offsets, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     len_q_step, len_kv_step, k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, q_multiplier,
+    q_offset_step, k_table_offset_step, v_table_offset_step,
+    q_multiplier, k_table_multiplier, v_table_multiplier,
     batches, rows, keys, heads_kv, group, run, all_runs, programs,
     LEN_Q_IS_SUM: gl.constexpr, LEN_KV_IS_SUM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
@@ -142,11 +144,15 @@ def attention_decode_direct(
         first = run_number * size
         count_q = length_of(len_q, batch, len_q_step, rows, LEN_Q_IS_SUM)
     k_side, v_side = sides_of(
-        k, v, k_table, v_table, batch, key_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        k_table_batch, k_table_row, v_table_batch, v_table_row, D, DV, K_PAGE, V_PAGE, 1,
+        k, v, k_table, v_table, k_table_offsets, v_table_offsets, batch, key_head,
+        k_batch, k_head, k_row, v_batch, v_head, v_row,
+        k_table_batch, k_table_row, v_table_batch, v_table_row,
+        k_table_offset_step, v_table_offset_step, k_table_multiplier, v_table_multiplier,
+        D, DV, K_PAGE, V_PAGE, 1,
     )  # fmt: skip
-    # Entries of the table are read before the queries; those behind the length name no page.
-    k_page, v_page = page_of(k_side, first, keys), page_of(v_side, first, keys)
+    # Entries of the table are read before the queries.
+    readable = readable_keys(count_kv, keys, k_table_offsets, v_table_offsets)
+    k_page, v_page = page_of(k_side, first, readable), page_of(v_side, first, readable)
     query = queries_of(
         q, q_offsets, batch, key_head, count_q, q_batch, q_head, q_row, q_offset_step,
         q_multiplier, rows, group, D, BLOCK_M, ROWS, 1,

@@ -27,6 +27,7 @@ from tilewright.engines.triton.attention_decode_side import (
     no_sums,
     pages_of,
     queries_of,
+    readable_keys,
     run_size,
     sides_of,
     warp_number,
@@ -73,7 +74,8 @@ def sum_run(
 def attention_decode_joined(
     q, k, v, o, gate, stats, smax, ssum, sink,
     len_q, len_kv, k_table, v_table,
-    q_offsets, o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets, scale,
+    q_offsets, k_table_offsets, v_table_offsets,
+    o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     o_batch, o_head, o_row, o_col,
     gate_batch, gate_head, gate_row, gate_col,
@@ -82,10 +84,10 @@ def attention_decode_joined(
     ssum_batch, ssum_head, ssum_row,
     sink_head,
     len_q_step, len_kv_step, k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, o_offset_step, gate_offset_step,
-    stats_offset_step, smax_offset_step, ssum_offset_step,
-    q_multiplier, o_multiplier, gate_multiplier,
-    stats_multiplier, smax_multiplier, ssum_multiplier,
+    q_offset_step, k_table_offset_step, v_table_offset_step,
+    o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+    q_multiplier, k_table_multiplier, v_table_multiplier,
+    o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     rows, keys, group,
     LEN_Q_IS_SUM: gl.constexpr, LEN_KV_IS_SUM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
@@ -105,12 +107,15 @@ def attention_decode_joined(
     size = run_size(count_kv, RUNS)
     first = number * size
     k_side, v_side = sides_of(
-        k, v, k_table, v_table, batch, key_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        k_table_batch, k_table_row, v_table_batch, v_table_row, D, DV, K_PAGE, V_PAGE,
-        WARPS,
+        k, v, k_table, v_table, k_table_offsets, v_table_offsets, batch, key_head,
+        k_batch, k_head, k_row, v_batch, v_head, v_row,
+        k_table_batch, k_table_row, v_table_batch, v_table_row,
+        k_table_offset_step, v_table_offset_step, k_table_multiplier, v_table_multiplier,
+        D, DV, K_PAGE, V_PAGE, WARPS,
     )  # fmt: skip
-    # Entries of the table are read before the queries; those behind the length name no page.
-    k_page, v_page = pages_of(k_side, v_side, first, keys)
+    # Entries of the table are read before the queries.
+    readable = readable_keys(count_kv, keys, k_table_offsets, v_table_offsets)
+    k_page, v_page = pages_of(k_side, v_side, first, readable)
     query = queries_of(
         q, q_offsets, batch, key_head, count_q, q_batch, q_head, q_row, q_offset_step,
         q_multiplier, rows, group, D, BLOCK_M, ROWS, WARPS,

@@ -27,6 +27,7 @@ from tilewright.engines.triton.attention_decode_side import (
     page_of,
     pages_of,
     queries_of,
+    readable_keys,
     run_size,
     sides_of,
     warp_number,
@@ -88,7 +89,8 @@ def sum_run(
 def attention_decode_paired(
     q, k, v, o, gate, stats, smax, ssum, sink,
     len_q, len_kv, k_table, v_table,
-    q_offsets, o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets, scale,
+    q_offsets, k_table_offsets, v_table_offsets,
+    o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     o_batch, o_head, o_row, o_col,
     gate_batch, gate_head, gate_row, gate_col,
@@ -97,10 +99,10 @@ def attention_decode_paired(
     ssum_batch, ssum_head, ssum_row,
     sink_head,
     len_q_step, len_kv_step, k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, o_offset_step, gate_offset_step,
-    stats_offset_step, smax_offset_step, ssum_offset_step,
-    q_multiplier, o_multiplier, gate_multiplier,
-    stats_multiplier, smax_multiplier, ssum_multiplier,
+    q_offset_step, k_table_offset_step, v_table_offset_step,
+    o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+    q_multiplier, k_table_multiplier, v_table_multiplier,
+    o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     batches, rows, keys, group,
     LEN_Q_IS_SUM: gl.constexpr, LEN_KV_IS_SUM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
@@ -125,18 +127,24 @@ def attention_decode_paired(
     rows_1 = length_of(len_q, pair, len_q_step, rows, LEN_Q_IS_SUM)
     rows_2 = length_of(len_q, second, len_q_step, rows, LEN_Q_IS_SUM)
     k_1, v_1 = sides_of(
-        k, v, k_table, v_table, pair, key_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        k_table_batch, k_table_row, v_table_batch, v_table_row, D, DV, K_PAGE, V_PAGE,
-        WARPS,
+        k, v, k_table, v_table, k_table_offsets, v_table_offsets, pair, key_head,
+        k_batch, k_head, k_row, v_batch, v_head, v_row,
+        k_table_batch, k_table_row, v_table_batch, v_table_row,
+        k_table_offset_step, v_table_offset_step, k_table_multiplier, v_table_multiplier,
+        D, DV, K_PAGE, V_PAGE, WARPS,
     )  # fmt: skip
     k_2, v_2 = sides_of(
-        k, v, k_table, v_table, second, key_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        k_table_batch, k_table_row, v_table_batch, v_table_row, D, DV, K_PAGE, V_PAGE,
-        WARPS,
+        k, v, k_table, v_table, k_table_offsets, v_table_offsets, second, key_head,
+        k_batch, k_head, k_row, v_batch, v_head, v_row,
+        k_table_batch, k_table_row, v_table_batch, v_table_row,
+        k_table_offset_step, v_table_offset_step, k_table_multiplier, v_table_multiplier,
+        D, DV, K_PAGE, V_PAGE, WARPS,
     )  # fmt: skip
-    # Entries of the table are read before the queries; those behind the length name no page.
-    k_page_1, v_page_1 = pages_of(k_1, v_1, first_1, keys)
-    k_page_2, v_page_2 = pages_of(k_2, v_2, first_2, keys)
+    # Entries of the table are read before the queries.
+    readable_1 = readable_keys(keys_1, keys, k_table_offsets, v_table_offsets)
+    readable_2 = readable_keys(keys_2, keys, k_table_offsets, v_table_offsets)
+    k_page_1, v_page_1 = pages_of(k_1, v_1, first_1, readable_1)
+    k_page_2, v_page_2 = pages_of(k_2, v_2, first_2, readable_2)
     query = queries_of(
         q, q_offsets, pair, key_head, rows_1, q_batch, q_head, q_row, q_offset_step,
         q_multiplier, rows, group, D, BLOCK_M, ROWS, WARPS,

@@ -87,6 +87,19 @@ def page_of(side, key, end):
 
 
 @gluon.jit
+def readable_keys(count, declared, k_table_offsets, v_table_offsets):
+    """Keys whose page numbers may be read; what is not of a sequence names no page.
+
+    A row of a table has those of all declared keys; where rows lie one after another, behind those
+    of the last sequence may be no memory.
+    """
+    if k_table_offsets is None and v_table_offsets is None:
+        return declared
+    else:
+        return count
+
+
+@gluon.jit
 def addresses(side, key, page):
     """Where the words of the 16 keys from ``key`` are."""
     number = gl.arange(0, N, layout=gl.SliceLayout(1 - side.KEY_AXIS, side.LAYOUT))
@@ -221,10 +234,21 @@ def warp_number():
 
 
 @gluon.jit
+def table_start(table, offsets, batch, offset_step, multiplier, batch_step):
+    """Where the page numbers of a sequence start."""
+    if offsets is None:
+        return table + batch.to(gl.int64) * batch_step
+    else:
+        start = gl.load(offsets + batch.to(gl.int64) * offset_step)
+        return table + start.to(gl.int64) * multiplier
+
+
+@gluon.jit
 def sides_of(
-    k, v, k_table, v_table, batch, key_head,
+    k, v, k_table, v_table, k_table_offsets, v_table_offsets, batch, key_head,
     k_batch, k_head, k_row, v_batch, v_head, v_row,
     k_table_batch, k_table_row, v_table_batch, v_table_row,
+    k_table_offset_step, v_table_offset_step, k_table_multiplier, v_table_multiplier,
     D: gl.constexpr, DV: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -237,8 +261,12 @@ def sides_of(
     v_first = v.cast(word, bitcast=True) + key_head.to(gl.int64) * v_head * 4
     k_pages, v_pages = k_first, v_first
     if is_paged:
-        k_pages = k_table + batch.to(gl.int64) * k_table_batch
-        v_pages = v_table + batch.to(gl.int64) * v_table_batch
+        k_pages = table_start(
+            k_table, k_table_offsets, batch, k_table_offset_step, k_table_multiplier, k_table_batch
+        )
+        v_pages = table_start(
+            v_table, v_table_offsets, batch, v_table_offset_step, v_table_multiplier, v_table_batch
+        )
     else:
         k_first += batch.to(gl.int64) * k_batch * 4
         v_first += batch.to(gl.int64) * v_batch * 4

@@ -14,6 +14,7 @@ from tilewright.engines.triton.attention_addresses import (
     head_start,
     row_offsets,
     sequence_length,
+    table_start,
     tile_of,
 )
 from tilewright.engines.triton.attention_loop import (
@@ -32,7 +33,7 @@ from tilewright.engines.triton.attention_output import join_sink, store_rows
 def attention_forward(
     q, k, v, q_map, k_map, v_map, o, gate, stats, smax, ssum, bias, drop_mask, block_mask, sink,
     len_q, len_kv, k_table, v_table, spoilt,
-    q_offsets, k_offsets, v_offsets, o_offsets, gate_offsets,
+    q_offsets, k_offsets, v_offsets, k_table_offsets, v_table_offsets, o_offsets, gate_offsets,
     stats_offsets, smax_offsets, ssum_offsets,
     scale, cap_inner, cap_outer, given_0, given_1, given_2, given_3, drop_scale, seed, offset,
     q_batch, q_head, q_row, q_col,
@@ -49,10 +50,10 @@ def attention_forward(
     sink_head,
     len_q_step, len_kv_step,
     k_table_batch, k_table_row, v_table_batch, v_table_row,
-    q_offset_step, k_offset_step, v_offset_step, o_offset_step, gate_offset_step,
-    stats_offset_step, smax_offset_step, ssum_offset_step,
-    q_multiplier, k_multiplier, v_multiplier, o_multiplier, gate_multiplier,
-    stats_multiplier, smax_multiplier, ssum_multiplier,
+    q_offset_step, k_offset_step, v_offset_step, k_table_offset_step, v_table_offset_step,
+    o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
+    q_multiplier, k_multiplier, v_multiplier, k_table_multiplier, v_table_multiplier,
+    o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     batches, rows, keys, heads, group, left, right, slots, group_heads,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
@@ -130,8 +131,14 @@ def attention_forward(
     )  # fmt: skip
     k_pages, v_pages = None, None
     if is_paged:
-        k_pages = k_table + batch.to(tl.int64) * k_table_batch
-        v_pages = v_table + batch.to(tl.int64) * v_table_batch
+        k_pages = table_start(
+            k_table, k_table_offsets, batch, k_table_offset_step, k_table_multiplier,
+            k_table_batch,
+        )  # fmt: skip
+        v_pages = table_start(
+            v_table, v_table_offsets, batch, v_table_offset_step, v_table_multiplier,
+            v_table_batch,
+        )  # fmt: skip
 
     wide_row = row.to(tl.int64)[:, None]
     bias_at, drop_at, mask_at, slope, line = None, None, None, None, None

@@ -104,7 +104,8 @@ class AttentionMethods(AttentionBackwardMethods, AttentionFp8Methods, AttentionM
             rng_dump, score_max, score_sum_exp: outputs that the caller declares.
             paged_attention_k_table, paged_attention_v_table: (B, 1, pages, 1) page numbers; k
                 and v are then containers (blocks, Hkv, tokens a page, D), and
-                ``paged_attention_max_seq_len_kv`` is Skv.
+                ``paged_attention_max_seq_len_kv`` is Skv. With a ragged offset, rows of a table
+                lie one after another, each as long as its sequence needs.
             score_mod: ``score_mod(graph, score)`` returns what its pointwise operations make of
                 the float32 scores (B, Hq, Sq, Skv), after the scale and before bias and masks.
             sink_token: (1, Hq, 1, 1), a score that joins each row's denominator.

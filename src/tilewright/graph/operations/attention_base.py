@@ -52,7 +52,7 @@ class AttentionBase(AttentionMasks):
     # The ports that hold one sequence after another if they have a ragged offset.
     ragged_ports: ClassVar[frozenset[str]] = frozenset(
         {"q", "k", "v", "o", "dO", "stats", "O", "Stats", "score_max", "score_sum_exp"}
-        | {"dQ", "dK", "dV"}
+        | {"dQ", "dK", "dV", *PAGE_PORTS}
     )
 
     attn_scale: float | None = None
@@ -254,7 +254,7 @@ class AttentionBase(AttentionMasks):
             if port not in self.ragged_ports:
                 self.fail(
                     f"tensor {tensor.label()} ({port}) has a ragged offset; expected none: only "
-                    "operands with a row a token can be ragged"
+                    "operands with a row a token, and page tables, can be ragged"
                 )
             if not self.use_padding_mask:
                 self.fail(

@@ -61,7 +61,7 @@ def ragged_backward(graph: Graph) -> None:
         gradient.set_output(True).set_name(name).set_ragged_offset(offset)
 
 
-def paged_attention(graph: Graph) -> None:
+def paged_attention(graph: Graph, ragged_tables: str = "") -> None:
     q = graph.tensor((BATCH, HEADS, 1, DEPTH), name="q")
     k, v = (graph.tensor((32, KV_HEADS, 8, DEPTH), name=n) for n in "kv")
     tables = {
@@ -70,6 +70,9 @@ def paged_attention(graph: Graph) -> None:
         )
         for side in "kv"
     }
+    for side in ragged_tables:
+        table = tables[f"paged_attention_{side}_table"]
+        table.set_ragged_offset(offsets(graph, f"off_{side}_table"))
     o, _ = graph.sdpa(
         *(q, k, v),
         attn_scale=0.25,
@@ -79,6 +82,10 @@ def paged_attention(graph: Graph) -> None:
         **tables,
     )
     o.set_output(True).set_name("O")
+
+
+def packed_tables(graph: Graph) -> None:
+    paged_attention(graph, ragged_tables="kv")
 
 
 def masked_attention(graph: Graph) -> None:
@@ -188,7 +195,8 @@ def pointwise(graph: Graph) -> None:
 GRAPHS = {
     build.__name__: build
     for build in (
-        *(ragged_attention, ragged_backward, paged_attention, masked_attention, fp8_backward),
+        *(ragged_attention, ragged_backward, paged_attention, packed_tables),
+        *(masked_attention, fp8_backward),
         *(conv_bias_relu, layernorm_backward, batchnorm, rope, experts, block_scaled_product),
         pointwise,
     )

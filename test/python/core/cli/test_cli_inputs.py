@@ -26,6 +26,7 @@ from drawn_graphs import (
     masked_attention,
     offsets,
     packed,
+    packed_tables,
     paged_attention,
     pointwise,
     ragged_attention,
@@ -86,6 +87,17 @@ def test_lengths_and_ragged_offsets_describe_the_same_sequences(seed: int) -> No
         assert data.numel() == int(found.sum()) * heads * DEPTH
     rows_of_stats = buffer(graph, inputs, "off_stats").flatten().diff() // HEADS
     assert torch.equal(rows_of_stats, buffer(graph, inputs, "seq_len_q").flatten())
+
+
+def test_ragged_offsets_of_page_tables_count_the_pages_of_each_sequence() -> None:
+    graph, inputs = drawn(packed_tables, 4)
+    pages = (buffer(graph, inputs, "seq_len_kv").flatten() + 7) // 8
+    for side in "kv":
+        starts = buffer(graph, inputs, f"off_{side}_table").flatten()
+        assert int(starts[0]) == 0 and torch.equal(starts.diff(), pages)
+        (table,) = (t for t in graph.inputs() if t.name == f"{side}_table")
+        numbers = inputs.buffers[table.uid]
+        assert numbers.numel() == int(pages.sum()) == numbers.unique().numel()
 
 
 def test_different_seeds_give_different_lengths() -> None:

@@ -137,7 +137,7 @@ def test_lengths_are_held_to_the_declared_extent():
 
 def paged(keys=7, page=3):
     operation = SimpleNamespace(inputs={"k": SimpleNamespace(dim=(5, 2, page, 4))})
-    return PagedPort(operation, SimpleNamespace(title="sdpa", keys=keys), "k")
+    return PagedPort(operation, SimpleNamespace(title="sdpa", keys=keys, ragged=()), "k")
 
 
 TABLE = torch.tensor([[4, 1, 0, 99], [2, 2, 3, -1]], dtype=torch.int32).view(2, 1, 4, 1)

@@ -376,14 +376,29 @@ def paged(dense, used, page, seed, bad_entry):
     return container, table
 
 
+def packed_table(bench, table, used, page, dtype=torch.int64, multiplier=1):
+    """The used entries of a table's rows, one row after another."""
+    counts = [-(-length // page) for length in used]
+    rows = [row.reshape(-1)[:count] for row, count in zip(table, counts, strict=True)]
+    # Each row starts at a multiple of what an offset counts.
+    gaps = [row.new_full((-len(row) % multiplier,), 2**31 - 1) for row in rows]
+    data = torch.cat([piece for pair in zip(rows, gaps, strict=True) for piece in pair])
+    starts = sums([-(-count // multiplier) for count in counts], dtype)
+    return bench.Ragged(data, tuple(table.shape), (1, 1, 1, 1), starts, multiplier)
+
+
 @pytest.mark.parametrize(("page_k", "page_v"), [(4, 4), (1, 3), (16, 4), (256, 128)])
-@pytest.mark.parametrize("bad_entry", [0, -1, 2**31 - 1])
+@pytest.mark.parametrize("bad_entry", [0, -1, 2**31 - 1, "packed"])
 def test_paged_keys_and_values(ways, page_k, page_v, bad_entry):
-    """Tables of their own, free slots of last pages, entries behind the last used one."""
+    """Tables of their own, free slots of last pages, entries behind the last used one or none."""
     used = [13, 0, 5, 20]
     q, k, v = draw(11, (4, 4, 3, 8), (4, 2, 20, 8), (4, 2, 20, 6))
-    k_pages, k_table = paged(k, used, page_k, 12, bad_entry)
-    v_pages, v_table = paged(v, used, page_v, 13, bad_entry)
+    is_packed = bad_entry == "packed"
+    k_pages, k_table = paged(k, used, page_k, 12, 0 if is_packed else bad_entry)
+    v_pages, v_table = paged(v, used, page_v, 13, 0 if is_packed else bad_entry)
+    if is_packed:
+        k_table = packed_table(ways, k_table, used, page_k)
+        v_table = packed_table(ways, v_table, used, page_v, torch.int32, multiplier=3)
     found = ways.run(
         "sdpa",
         {
@@ -415,6 +430,26 @@ def test_a_used_table_entry_without_a_page_is_refused(bench):
                 **{"q": q, "k": k, "v": k},
                 **{"paged_attention_k_table": table, "paged_attention_v_table": table},
                 **{"seq_len_q": lengths([1]), "seq_len_kv": lengths([5])},
+            },
+            use_padding_mask=True,
+            paged_attention_max_seq_len_kv=8,
+        )
+
+
+def test_a_packed_row_of_page_numbers_beyond_its_buffer_is_refused(bench):
+    from tilewright.errors import BindingError
+
+    q, k = draw(14, (2, 2, 1, 8), (3, 2, 4, 8))
+    rows = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32).view(2, 1, 2, 1)
+    table = packed_table(bench, rows, [8, 8], 4)
+    table.data = table.data[:3]
+    with pytest.raises(BindingError, match=r"k_table: a sequence of 2 rows at element 2.* has 3"):
+        bench.run(
+            "sdpa",
+            {
+                **{"q": q, "k": k, "v": k},
+                **{"paged_attention_k_table": table, "paged_attention_v_table": table},
+                **{"seq_len_q": lengths([1, 1]), "seq_len_kv": lengths([8, 8])},
             },
             use_padding_mask=True,
             paged_attention_max_seq_len_kv=8,

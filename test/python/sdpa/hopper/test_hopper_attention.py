@@ -136,7 +136,12 @@ def test_scales_and_caps_are_part_of_the_call() -> None:
 
 
 def paged(
-    k_page: int, v_page: int, *, depth: tuple[int, int] = (128, 128), is_causal: bool = False
+    k_page: int,
+    v_page: int,
+    *,
+    depth: tuple[int, int] = (128, 128),
+    is_causal: bool = False,
+    ragged: str = "",
 ) -> Any:
     """A graph over pages of 2 heads, up to 1000 keys."""
     graph = tw.Graph(
@@ -154,6 +159,9 @@ def paged(
         )
         for side, page in (("k", k_page), ("v", v_page))
     }
+    for side in ragged:
+        starts = graph.tensor((3, 1, 1, 1), data_type="int32")
+        tables[f"paged_attention_{side}_table"].set_name("t").set_ragged_offset(starts)
     out, _ = graph.sdpa(
         q,
         k,
@@ -179,6 +187,15 @@ def test_copies_of_paged_rows_go_to_multiples_of_128_bytes() -> None:
             told = dict(plan.kernels[0].spec.constants)
             row_bytes = told["DEPTH"] // told["SLABS"] * 2
             assert told["K_BOX"] * row_bytes % 128 == 0, (size, page, told)
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_rows_of_page_numbers_one_after_another_are_declined(side: str) -> None:
+    graph = paged(16, 16, ragged=side)
+    reason = rf"'t' \(paged_attention_{side}_table\) has a ragged offset; .* a row of entries"
+    with pytest.raises(tw.NotSupportedError, match=reason):
+        attention.propose(graph, 132)
 
 
 @pytest.mark.L0

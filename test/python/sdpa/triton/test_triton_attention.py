@@ -58,6 +58,7 @@ FOUND = [
     Case(rows=12, keys=5, band="causal", values="hidden_nan", dropout="mask", sizes=(96, 96)),
     Case(rows=8, keys=8, bias="hiding", sizes=(8, 8), stats="natural"),
     Case(rows=8, keys=13, place="paged_1", stats="natural", heads=(4, 2)),
+    Case(rows=20, keys=37, place="paged_16_packed", lengths="sums", index="int64", batch=3),
     Case(rows=20, keys=40, soft_cap="huge", stats="natural", dtype="float32", sizes=(16, 16)),
     # Score programs that are no soft cap.
     Case(rows=33, keys=40, soft_cap="relu", stats="natural", bias="full"),
@@ -95,6 +96,7 @@ SPLIT = [
     Case(rows=1, keys=300, heads=(4, 2), lengths="lengths", stats="log2", batch=2),
     Case(rows=3, keys=257, heads=(3, 1), band="bottom_right", lengths="sums", sink="same"),
     Case(rows=1, keys=300, place="paged_16", index="int64", alibi=True, stats="all"),
+    Case(rows=1, keys=290, place="paged_16_packed", heads=(3, 1), lengths="lengths", batch=3),
     Case(rows=2, keys=400, band="window", sizes=(96, 40), soft_cap="mul", bias="full"),
 ]
 

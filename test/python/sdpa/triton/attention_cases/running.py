@@ -181,7 +181,7 @@ class Declared:
         """A container with a table of its own; entries past a length name no page."""
         case = self.case
         # The two containers differ in page size and in order.
-        page = int(case.place.removeprefix("paged_"))
+        page = int(case.place.removeprefix("paged_").removesuffix("_packed"))
         page = page * 2 if name == "v" and case.index == "int64" else page
         entries = -(-case.keys // page) + 1
         pages = case.batch * entries
@@ -189,11 +189,28 @@ class Declared:
         if case.layout != "expanded":
             container.copy_(self.normal(pages, case.heads[1], page, width))
         order = torch.randperm(pages, generator=self.generator).view(case.batch, 1, entries, 1)
+        port = f"paged_attention_{name}_table"
+        if case.place.endswith("_packed"):
+            used = [-(-length // page) for length in self.len_kv]
+            arguments[port] = self.packed_table(order, used)
+            return self.bind(container, name=name)
         for number, length in enumerate(self.len_kv):
             order[number, 0, -(-length // page) :] = 2**30
-        table = order.to(_INDEX[case.index])
-        arguments[f"paged_attention_{name}_table"] = self.bind(table)
+        arguments[port] = self.bind(order.to(_INDEX[case.index]))
         return self.bind(container, name=name)
+
+    def packed_table(self, order: torch.Tensor, used: list[int]) -> Any:
+        """A table whose rows, as long as they are used, lie one after another in a wild buffer."""
+        index = _INDEX[self.case.index]
+        rows = [row.reshape(-1)[:count] for row, count in zip(order, used, strict=True)]
+        wild = torch.full((2 + sum(used),), 2**30)
+        wild[1:-1] = torch.cat(rows)
+        offsets = torch.tensor(_starts(used), dtype=index).view(-1, 1, 1, 1)
+        tensor = self.graph.tensor(
+            order.shape, (1, 1, 1, 1), index, ragged_offset=self.bind(offsets)
+        )
+        self.inputs[tensor] = wild.to(index)[1:-1]
+        return tensor
 
     def laid_out(self, dim: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized view of the case's layout; gaps hold NaN."""
