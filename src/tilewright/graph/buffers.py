@@ -27,6 +27,10 @@ def describe_buffer(source: Any) -> BufferDescription:
     Raises:
         GraphError: if ``source`` tells no shape or has a type outside the vocabulary.
     """
+    layout = str(getattr(source, "layout", ""))
+    if getattr(source, "is_nested", False) or layout.startswith("torch.sparse"):
+        kind = "a nested tensor" if getattr(source, "is_nested", False) else f"layout {layout}"
+        raise GraphError(f"tensor_like: {kind}; expected a tensor of one shape with strides")
     shape = getattr(source, "shape", None)
     dtype = getattr(source, "dtype", None)
     if shape is None or dtype is None:
@@ -53,6 +57,11 @@ def _strides_in_elements(source: Any, dim: tuple[int, ...]) -> tuple[int, ...]:
     byte_strides = getattr(source, "strides", None)
     if byte_strides is None:
         return packed_strides(dim)
+    if any(step % source.itemsize for step in byte_strides):
+        raise GraphError(
+            f"tensor_like: strides {tuple(byte_strides)} in bytes; expected multiples of the "
+            f"{source.itemsize} bytes of an element"
+        )
     return tuple(step // source.itemsize for step in byte_strides)
 
 

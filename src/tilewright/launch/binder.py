@@ -105,36 +105,44 @@ class Binder:
         views: list[torch.Tensor] = []
         starts: list[int] = []
         stops: list[int] = []
-        for buffer, (dtype, dim, stride, mask, span) in zip(buffers, self._expected, strict=True):
-            # The common case, a torch tensor laid out as declared, takes no detour.
-            if (
-                type(buffer) is torch.Tensor
-                and buffer.dtype is dtype
-                and buffer.shape == dim
-                and (buffer.is_contiguous() if stride is None else buffer.stride() == stride)
-                and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
-                and not buffer.requires_grad
-                and not buffer.is_neg()
-                and owned_bytes(buffer) >= span
+        try:
+            for buffer, (dtype, dim, stride, mask, span) in zip(
+                buffers, self._expected, strict=True
             ):
-                start = buffer.data_ptr()
-                stop = start + span
-                view = buffer
-            else:
-                position = len(views)
-                default = self._defaults[position]
-                if buffer is None and default is not None:
-                    # A host scalar of the plan: no caller's memory, so an empty byte range.
-                    views.append(default)
-                    starts.append(0)
-                    stops.append(0)
-                    continue
-                view, start, stop = self._bind_other(self.slots[position], buffer)
-            if start & mask and stop != start:
-                self._refuse_alignment(self.slots[len(views)], start)
-            views.append(view)
-            starts.append(start)
-            stops.append(stop)
+                # The common case, a torch tensor laid out as declared, takes no detour.
+                if (
+                    type(buffer) is torch.Tensor
+                    and buffer.dtype is dtype
+                    and buffer.shape == dim
+                    and (buffer.is_contiguous() if stride is None else buffer.stride() == stride)
+                    and (buffer.is_cpu if cuda_index is None else buffer.get_device() == cuda_index)
+                    and not buffer.requires_grad
+                    and not buffer.is_neg()
+                    and owned_bytes(buffer) >= span
+                ):
+                    start = buffer.data_ptr()
+                    stop = start + span
+                    view = buffer
+                else:
+                    position = len(views)
+                    default = self._defaults[position]
+                    if buffer is None and default is not None:
+                        # A host scalar of the plan: no caller's memory, so an empty byte range.
+                        views.append(default)
+                        starts.append(0)
+                        stops.append(0)
+                        continue
+                    view, start, stop = self._bind_other(self.slots[position], buffer)
+                if start & mask and stop != start:
+                    self._refuse_alignment(self.slots[len(views)], start)
+                views.append(view)
+                starts.append(start)
+                stops.append(stop)
+        except RuntimeError:
+            from tilewright.launch.facts import refuse_hidden_storage
+
+            refuse_hidden_storage(buffers, (slot.label for slot in self.slots))
+            raise
         for written, other, may_share in self.pairs:
             if starts[written] < stops[other] and starts[other] < stops[written]:
                 self._check_pair(written, other, may_share, starts, stops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
     """The facts of a torch tensor; its span is that of its own view, as far as its storage goes."""
     if tensor.layout is not torch.strided:
         raise BindingError(f"tensor {label}: layout {tensor.layout}; expected torch.strided")
+    if tensor.is_nested:
+        raise BindingError(f"tensor {label}: a nested tensor; expected one of one shape")
     if tensor.is_neg():
         raise BindingError(
             f"tensor {label}: a view that is negated when it is read; its storage holds other "
@@ -76,6 +79,24 @@ def observe_tensor(tensor: torch.Tensor, label: str) -> OperandFacts:
     )
 
 
+def refuse_hidden_storage(buffers: Iterable[Any], labels: Iterable[str]) -> None:
+    """Refuse the first tensor whose storage PyTorch does not show.
+
+    Raises:
+        BindingError: naming the tensor, if there is one.
+    """
+    for buffer, label in zip(buffers, labels, strict=True):
+        if not isinstance(buffer, torch.Tensor):
+            continue
+        try:
+            observe_tensor(buffer, label)
+        except RuntimeError as error:
+            raise BindingError(
+                f"tensor {label}: a tensor without storage ({error}); expected one that has its "
+                "elements in memory: a graph is called outside of torch.func's transforms"
+            ) from error
+
+
 def _data_type(tensor: torch.Tensor, label: str) -> DataType:
     try:
         return from_torch(tensor.dtype)
@@ -93,7 +114,8 @@ def import_dlpack(buffer: Any, label: str, *, is_written: bool = False) -> torch
     _check_array(buffer, label, is_written)
     try:
         return torch.utils.dlpack.from_dlpack(buffer)
-    except (RuntimeError, TypeError, ValueError, BufferError) as error:
+    except (RuntimeError, TypeError, ValueError, BufferError, AssertionError) as error:
+        # An assertion: PyTorch was built without the object's device.
         raise BindingError(f"tensor {label}: DLPack import failed: {error}") from error
 
 

@@ -83,6 +83,19 @@ def test_dlpack_numpy_and_bare_pointers_bind() -> None:
     assert list(memory) == list(left.flatten())
 
 
+class Elsewhere:
+    """A DLPack object that says it is on a device for which this PyTorch may not be made."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("not on this device")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
 REFUSALS: list[tuple[str, Callable[[torch.Tensor], Any], str]] = [
     ("missing", lambda t: None, "no buffer for this input"),
     ("short", lambda t: t[:3], "owns 48 bytes"),
@@ -98,6 +111,12 @@ REFUSALS: list[tuple[str, Callable[[torch.Tensor], Any], str]] = [
     ("meta device", lambda t: torch.empty(4, 4, device="meta"), "on meta"),
     ("sparse", lambda t: t.to_sparse(), "layout torch.sparse_coo"),
     ("complex", lambda t: t.to(torch.complex64), "not in the vocabulary"),
+    (
+        "nested",
+        lambda t: torch.nested.nested_tensor([t, t]),
+        "a nested tensor; expected one of one",
+    ),
+    ("of a device that torch lacks", lambda t: Elsewhere(t), "DLPack import failed"),
 ]
 
 
@@ -113,6 +132,21 @@ def test_a_refusal_names_the_tensor_and_leaves_every_buffer_untouched(
     with pytest.raises(tw.BindingError, match="'b'") as caught:
         graph.execute({a: left, b: spoil(right), c: out})
     assert message in str(caught.value)
+    assert torch.equal(out, torch.full((4, 4), 7.0))
+
+
+def test_a_transform_that_hides_the_storage_is_refused_by_name() -> None:
+    graph, a, b, c = product()
+    square, out = torch.ones(4, 4), torch.full((4, 4), 7.0)
+
+    def call(right: torch.Tensor) -> torch.Tensor:
+        graph.execute({a: square, b: right, c: out})
+        return right.sum()
+
+    for transform in (torch.func.vmap, torch.func.grad):
+        given = square.expand(3, 4, 4) if transform is torch.func.vmap else square
+        with pytest.raises(tw.BindingError, match="tensor 'b': a tensor without storage"):
+            transform(call)(given)
     assert torch.equal(out, torch.full((4, 4), 7.0))
 
 
