@@ -166,8 +166,9 @@ def test_fp8_backward(ways, dtype, d_o_dtype, mask):
         assert abs(found[f"amax_{port}"].item() - value.abs().max().item()) <= limit
 
 
-def test_fp8_paged(ways):
-    """A container of 8-bit pages, NaN in what no token uses."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_fp8_paged(ways, packed):
+    """A container of 8-bit pages, NaN in what no token uses; rows of tables one after another."""
     q, k, v, _ = problem(4, E4M3)
     used, page = [40, 13], 8
     table = torch.tensor([[0, 2, 4, 6, 1], [5, 3, 99, -1, 99]], dtype=torch.int32)
@@ -180,7 +181,11 @@ def test_fp8_paged(ways):
                 filled[table[b, entry], :, : tokens.shape[1]] = tokens
         pages[side] = filled.to(E4M3)
     lengths = torch.tensor(used, dtype=torch.int32).view(2, 1, 1, 1)
-    tables = {f"paged_attention_{side}_table": table.view(2, 1, 5, 1) for side in "kv"}
+    rows = table.view(2, 1, 5, 1)
+    if packed:
+        starts = torch.tensor([0, 5, 7]).view(3, 1, 1, 1)
+        rows = ways.Ragged(table.flatten()[:7], (2, 1, 5, 1), (1, 1, 1, 1), starts)
+    tables = {f"paged_attention_{side}_table": rows for side in "kv"}
     found = ways.run(
         "sdpa_fp8",
         {

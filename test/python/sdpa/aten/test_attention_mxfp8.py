@@ -137,8 +137,9 @@ def test_mxfp8_scales_beyond_a_length_may_be_nan(ways):
     ways.close("O", found["O"], expected["O"], 5e-6)
 
 
-def test_mxfp8_paged(ways):
-    """Pages of 32 tokens and the pages of their scales."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_mxfp8_paged(ways, packed):
+    """Pages of 32 tokens and the pages of their scales; rows of tables one after another."""
     axes = {"q": 3, "k": 3, "v": 2}
     operands, scales = mx_problem(11, E4M3, axes)
     values = {port: spread(operands[port], scales[f"descale_{port}"], axes[port]) for port in axes}
@@ -160,7 +161,11 @@ def test_mxfp8_paged(ways):
         scales[f"descale_{port}"] = page_scales.view(torch.float8_e8m0fnu)
     used = [70, 50]
     lengths = torch.tensor(used, dtype=torch.int32).view(2, 1, 1, 1)
-    tables = {f"paged_attention_{side}_table": order.view(2, 1, 3, 1) for side in "kv"}
+    rows = order.view(2, 1, 3, 1)
+    if packed:
+        starts = torch.tensor([0, 3, 5]).view(3, 1, 1, 1)
+        rows = ways.Ragged(order.flatten()[:5], (2, 1, 3, 1), (1, 1, 1, 1), starts)
+    tables = {f"paged_attention_{side}_table": rows for side in "kv"}
     found = ways.run(
         "sdpa_mxfp8",
         {**operands, **scales, **tables, "seq_len_q": lengths * 0 + 33, "seq_len_kv": lengths},
