@@ -34,7 +34,7 @@ class Reduction(Operation):
     def check(self) -> None:
         """A mode is set and every output axis is kept or reduced to 1."""
         if self.mode is reduction_mode.NOT_SET:
-            accepted = ", ".join(reduction_mode.__members__)
+            accepted = ", ".join(mode for mode in reduction_mode.__members__ if mode != "NOT_SET")
             self.fail(f"mode is NOT_SET; accepted are {accepted}")
         source, out = self.inputs["input"], self.outputs["out"]
         fits = out.rank == source.rank and all(
