@@ -61,6 +61,14 @@ def made_without_gradients(flag: str) -> BindingError:
     )
 
 
+def store(out: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """``out`` with ``made`` in it. FP8 saturates, as it does in a plan's own stores."""
+    if out.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        largest = torch.finfo(out.dtype).max
+        made = made.clamp(-largest, largest)
+    return out.copy_(made)
+
+
 def forbid_stream(stream: Any) -> None:
     """An operator runs on its device's current stream.
 

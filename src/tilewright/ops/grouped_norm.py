@@ -34,6 +34,7 @@ from tilewright.ops.custom import (
     nothing,
     register,
     serves_gradients,
+    store,
     wanted_gradients,
 )
 from tilewright.ops.declaring import bind_output
@@ -100,7 +101,7 @@ def group_norm(
         forbid_stream(stream)
         wants = serves_gradients(x, weight, bias)
         y = _group_norm(x, weight, bias, *options, wants, engine)[0]
-        return y if out is None else out.copy_(y)
+        return y if out is None else store(out, y)
     if needs_grad:
         y = apply("group_norm", _GroupNormFunction, x, weight, bias, options, engine, stream)
         return y

@@ -25,7 +25,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient, serves_gradients
+from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient, serves_gradients, store
 from tilewright.ops.normalization_call import NormKind, norm_forward
 from tilewright.ops.normalization_custom import OPERATORS, NormFunction
 from tilewright.ops.normalization_repeat import repeated
@@ -153,7 +153,7 @@ def _norm(
         operator = OPERATORS[kind.operation]
         wants = serves_gradients(x, weight, bias)
         y = operator(x, weight, bias, kind.eps, kind.offset, wants, engine)[0]
-        y = y if out is None else out.copy_(y)
+        y = y if out is None else store(out, y)
     elif needs_grad:
         y = apply(kind.function, NormFunction, x, weight, bias, kind, engine, stream)
     else:

@@ -33,6 +33,7 @@ from tilewright.ops.custom import (
     nothing,
     register,
     serves_gradients,
+    store,
     wanted_gradients,
 )
 from tilewright.ops.declaring import bind_output, declare_all
@@ -120,7 +121,7 @@ def linear(
         forbid_stream(stream)
         wants = serves_gradients(x, weight, bias)
         y = _linear(flat, weight, bias, *epilogue, wants, engine)[0].reshape(shape)
-        return y if out is None else out.copy_(y)
+        return y if out is None else store(out, y)
     if needs_grad:
         y = apply("linear", _LinearFunction, flat, weight, bias, epilogue, engine, stream)
         return y.reshape(shape)

@@ -255,6 +255,25 @@ def test_output_buffers_and_in_place_rotation() -> None:
         assert torch.equal(left, right) and left.count_nonzero()
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "group_norm", "linear"])
+def test_an_output_buffer_of_8_bits_saturates_in_a_trace_too(
+    name: str, generator: torch.Generator
+) -> None:
+    x, large = draw(generator, 3, 8), torch.full((8,), 1e6)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "rms_norm": lambda out: ops.rms_norm(x, large, out=out),
+        "layer_norm": lambda out: ops.layer_norm(x, large, out=out),
+        "group_norm": lambda out: ops.group_norm(x, 2, large, out=out),
+        "linear": lambda out: ops.linear(x, large.diag(), out=out),
+    }
+    # PyTorch's own conversion to this type gives infinities.
+    eager, traced = (torch.zeros(3, 8, dtype=torch.float8_e5m2) for _ in range(2))
+    calls[name](eager)
+    torch.compile(calls[name], fullgraph=True, backend="eager")(traced)
+    assert torch.equal(eager.float(), traced.float())
+    assert eager.float().abs().max() == 57344
+
+
 def test_dropout_draws_a_new_seed_at_each_compiled_call() -> None:
     q, k, v = qkv(torch.Generator().manual_seed(6))
     call = lambda: ops.sdpa(q, k, v, dropout_p=0.5)  # noqa: E731
