@@ -20,6 +20,7 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
     give_maxima,
     hand_over,
     row_ends,
+    without_padding,
 )
 from tilewright.engines.hopper.attention_fp8_products import as_operand, scores_of, summed
 from tilewright.engines.hopper.attention_fp8_records import P_EXPONENT, P_UNIT
@@ -29,7 +30,7 @@ from tilewright.engines.hopper.attention_places import (
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
+from tilewright.engines.hopper.attention_records import ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     masked,
@@ -95,11 +96,7 @@ def finish(acc, top, total, factor, peak_s, place, first, sequence, problem, fea
     largest = gl.where(empty, 0.0, scaled / total)
     found = gl.where(rows < problem.rows, largest, 0.0).to(gl.int32, bitcast=True)
     peak_s = gl.maximum(peak_s, found)
-    out = acc * (largest * factor)[:, None]
-    if features.LENGTHS_Q != NO_LENGTHS:
-        # What rows of padding hold, NaN included, does not matter.
-        out = gl.where(empty[:, None], 0.0, out)
-    return out, peak_s
+    return without_padding(acc * (largest * factor)[:, None], empty, features), peak_s
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
     end_of_consumer,
     hand_over,
     row_ends,
+    without_padding,
 )
 from tilewright.engines.hopper.attention_fp8_softmax import EXPONENT, UNIT
 from tilewright.engines.hopper.attention_fp8_turns import begin_turns, end_turns
@@ -26,7 +27,7 @@ from tilewright.engines.hopper.attention_places import (
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
+from tilewright.engines.hopper.attention_records import ROWS, product_layout
 from tilewright.engines.hopper.barriers import barrier_arrive
 
 
@@ -51,11 +52,7 @@ def finish(acc, bias, total, peak, factor, peak_s, place, first, sequence, probl
     # Rows of padding may hold NaN.
     largest = gl.where(empty | (rows >= problem.rows), 0.0, gain * peak)
     peak_s = gl.maximum(peak_s, largest.to(gl.int32, bitcast=True))
-    out = acc * (gain * factor)[:, None]
-    if features.LENGTHS_Q != NO_LENGTHS:
-        # What rows of padding hold, NaN included, does not matter.
-        out = gl.where(empty[:, None], 0.0, out)
-    return out, peak_s
+    return without_padding(acc * (gain * factor)[:, None], empty, features), peak_s
 
 
 @gluon.jit

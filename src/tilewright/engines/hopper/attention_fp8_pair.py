@@ -20,6 +20,7 @@ from tilewright.engines.hopper.attention_fp8_leaving import (
     finite_peaks,
     leave,
     row_ends,
+    without_padding,
 )
 from tilewright.engines.hopper.attention_fp8_pair_softmax import masked, softmax_block
 from tilewright.engines.hopper.attention_fp8_products import start_scores, summed
@@ -31,7 +32,7 @@ from tilewright.engines.hopper.attention_places import (
     next_step,
     place_of,
 )
-from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
+from tilewright.engines.hopper.attention_records import ROWS, product_layout
 from tilewright.engines.hopper.attention_softmax import (
     MINUS_INFINITY,
     thread_sums,
@@ -61,6 +62,7 @@ def next_block(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4)
     stage = block % tiling.STAGES
     phase = (block // tiling.STAGES) & 1
+    # ``scores_of``, whose call would change the order of instructions.
     mbarrier.wait(memory.k_full.index(stage), phase)
     token = start_scores(q, stage, memory, tiling)
     scores = warpgroup_mma_wait(0, deps=(token,))
@@ -98,10 +100,7 @@ def finish(acc, top, total, factor, peak_s, place, first, sequence, problem, fea
     largest = gl.where(empty, 0.0, scaled / total)
     found = gl.where(rows < problem.rows, largest, 0.0).to(gl.int32, bitcast=True)
     peak_s = gl.maximum(peak_s, found)
-    if features.LENGTHS_Q != NO_LENGTHS:
-        # What rows of padding hold, NaN included, does not matter.
-        acc = gl.where(empty[:, None], 0.0, acc)
-    return acc, largest * factor, peak_s
+    return without_padding(acc, empty, features), largest * factor, peak_s
 
 
 @gluon.jit
