@@ -189,7 +189,17 @@ def _known_lengths(
             offset = tensor.ragged_offset
             if offset is not None and offset.uid in given:
                 return _rows_between(tensor, given[offset.uid].to(torch.int64))
-    return None
+    room = [
+        _rows_between(table, given[table.ragged_offset.uid].to(torch.int64)) * page
+        for side in group
+        for table, page in side.tables
+        if table.ragged_offset is not None and table.ragged_offset.uid in given
+    ]
+    if not room:
+        return None
+    # As many tokens as every table that is given has pages for.
+    capacity = min(side.capacity for side in group)
+    return torch.stack(room).amin(0).clamp(max=capacity)
 
 
 def _draw(draws: Draws, batch: int, capacity: int, max_total: int | None) -> torch.Tensor:
@@ -229,8 +239,8 @@ def _derive(
         if earlier is not None and not torch.equal(earlier, found):
             fail(
                 f"tensor {offset.label()}: the ragged offsets of tensor {tensor.label()} and of "
-                "another tensor cannot be the same numbers: their tokens differ in size; give "
-                "the offsets and the data with --inputs"
+                "another tensor cannot be the same numbers: a token or a page takes more of one; "
+                "give the offsets and the data with --inputs"
             )
         values[offset.uid] = found
 
@@ -240,8 +250,8 @@ def _offsets(tensor: Tensor, offset: Tensor, sums: torch.Tensor) -> torch.Tensor
     elements = sums * step
     if bool((elements % multiplier).any()):
         fail(
-            f"tensor {tensor.label()}: a token takes {step} elements, which is no multiple of "
-            f"ragged_offset_multiplier {multiplier}; give its offsets with --inputs"
+            f"tensor {tensor.label()}: a step along axis {_TOKEN_AXIS} takes {step} elements, no "
+            f"multiple of ragged_offset_multiplier {multiplier}; give its offsets with --inputs"
         )
     return (elements // multiplier).reshape(offset.dim)
 

@@ -170,6 +170,32 @@ def test_given_lengths_decide_the_offsets(
     assert run("run", path, "--inputs", source, "--output", target).code == 0
 
 
+@pytest.mark.parametrize("sides", ["k", "v", "kv"])
+def test_given_offsets_of_page_tables_decide_the_lengths(sides: str) -> None:
+    graph = Graph("g", "float32", "float32")
+    packed_tables(graph)
+    graph.validate()
+    starts = {"k": [0, 3, 4, 9], "v": [0, 2, 4, 10]}
+    given = {
+        f"off_{side}_table": torch.tensor(starts[side], dtype=torch.int32).view(4, 1, 1, 1)
+        for side in sides
+    }
+    inputs = make_inputs(graph, given, 0)
+    found = buffer(graph, inputs, "seq_len_kv").flatten().tolist()
+    # Pages of 8 tokens, 40 at most: what every given table has room for.
+    assert found == {"k": [24, 8, 40], "v": [16, 16, 40], "kv": [16, 8, 40]}[sides]
+
+
+def test_an_offset_that_counts_no_whole_rows_is_refused(run: Runner, graph_file: FileMaker) -> None:
+    def build(graph: Graph) -> None:
+        packed_tables(graph)
+        (table,) = (t for t in graph.operations[0].inputs.values() if t.name == "k_table")
+        table.set_ragged_offset_multiplier(3)
+
+    ran = run("run", graph_file(build))
+    assert ran.code == 2 and "tensor 'k_table': a step along axis 2 takes 1 elements" in ran.err
+
+
 def test_lengths_that_the_given_data_cannot_hold_are_5(
     run: Runner, graph_file: FileMaker, tmp_path: Path
 ) -> None:

@@ -205,7 +205,7 @@ def compact(value: torch.Tensor) -> torch.Tensor:
 
 
 def stepped(value: torch.Tensor, step: int = 3) -> torch.Tensor:
-    """Every third element of each axis of a larger buffer, whose others would be wrong."""
+    """Every ``step``-th element of each axis of a larger buffer, whose others would be wrong."""
     dim = tuple(step * extent for extent in value.shape)
     view = torch.zeros(dim, dtype=value.dtype)[tuple(slice(1, None, step) for _ in dim)]
     return view.copy_(value)
@@ -265,8 +265,9 @@ def test_one_length_for_all_sequences() -> None:
 @pytest.mark.parametrize("spread", [stepped, transposed])
 def test_any_step_of_what_changes_scores(kind: Any, spread: Spread) -> None:
     # That elements follow one another is part of a kernel: it may add in another order.
-    found, wanted = (kind(Call(each, INT32, FP32)) for each in (spread, doubled))
+    found, wanted, beside = (kind(Call(each, INT32, FP32)) for each in (spread, doubled, compact))
     assert_same(found, wanted)
+    torch.testing.assert_close(found, beside)
 
 
 @pytest.mark.L0
