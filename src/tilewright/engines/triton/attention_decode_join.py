@@ -62,7 +62,7 @@ def flag_place(runs, width, kept):
 
 
 @gluon.jit
-def expect_sums(WIDTH: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr):
+def expect_sums(RUNS: gl.constexpr, WIDTH: gl.constexpr, KEPT: gl.constexpr):
     """Where the sums of RUNS runs will be: WIDTH dimensions by KEPT rows, and tops and totals."""
     flag_at: gl.constexpr = flag_place(RUNS, WIDTH, KEPT)
     buffer = reserved(flag_at + FLAG_BYTES)
@@ -73,7 +73,7 @@ def expect_sums(WIDTH: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr):
 @gluon.jit
 def send_sums(
     acc, total, top, number, to, buffer,
-    DV: gl.constexpr, ROWS: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr,
+    DV: gl.constexpr, ROWS: gl.constexpr, RUNS: gl.constexpr, KEPT: gl.constexpr,
     PROGRAMS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Send PROGRAMS of the cluster, from ``to`` on, a share of ``acc`` each, and all the rest."""
@@ -103,7 +103,7 @@ def send_sums(
 
 @gluon.jit
 def join_sums(
-    buffer, WIDTH: gl.constexpr, KEPT: gl.constexpr, RUNS: gl.constexpr, WARPS: gl.constexpr
+    buffer, RUNS: gl.constexpr, WIDTH: gl.constexpr, KEPT: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """(acc, total, top) of all runs, once they are there: WIDTH dimensions by KEPT rows."""
     tops_at: gl.constexpr = tops_place(RUNS, WIDTH, KEPT)
@@ -155,7 +155,7 @@ def store_joined(
     o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
     o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
     rows, group,
-    KEPT: gl.constexpr, RUNS: gl.constexpr, WIDTH: gl.constexpr,
+    RUNS: gl.constexpr, WIDTH: gl.constexpr, KEPT: gl.constexpr,
     O_UNIT: gl.constexpr, GATE_UNIT: gl.constexpr, GATE_O: gl.constexpr,
     GATE_TYPE: gl.constexpr, STATS_LOG2: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def store_joined(
 
     The first ``program`` of those that have the key head stores what there is one of a row.
     """
-    acc, total, top = join_sums(buffer, WIDTH, KEPT, RUNS, WARPS)
+    acc, total, top = join_sums(buffer, RUNS, WIDTH, KEPT, WARPS)
 
     tile: gl.constexpr = gl.SliceLayout(0, share_layout(RUNS, WIDTH, WARPS))
     place = gl.arange(0, KEPT, layout=gl.SliceLayout(0, tile))

@@ -133,13 +133,13 @@ def attention_decode_joined(
         ahead = gl.where(follow(k_side) & follow(v_side), first + late // RUNS, end)
 
     width: gl.constexpr = DV * WARPS // RUNS
-    buffer = expect_sums(width, KEPT, RUNS)
+    buffer = expect_sums(RUNS, width, KEPT)
     acc, total, top = sum_run(
         query, k_side, v_side, next_k, next_v, k_page, v_page, first, end, ahead, scale,
         D, DV, BLOCK_M, ROWS, WARPS, has_ahead,
     )  # fmt: skip
     all_have_begun()
-    send_sums(acc, total, top, number, 0, buffer, DV, ROWS, KEPT, RUNS, RUNS // WARPS, WARPS)
+    send_sums(acc, total, top, number, 0, buffer, DV, ROWS, RUNS, KEPT, RUNS // WARPS, WARPS)
     store_joined(
         buffer, program, batch, key_head, count_q, o, gate, stats, smax, ssum, sink,
         o_offsets, gate_offsets, stats_offsets, smax_offsets, ssum_offsets,
@@ -148,6 +148,6 @@ def attention_decode_joined(
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row, sink_head,
         o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
         o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-        rows, group, KEPT, RUNS, width,
+        rows, group, RUNS, width, KEPT,
         O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2, WARPS,
     )  # fmt: skip

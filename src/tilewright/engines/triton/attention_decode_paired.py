@@ -165,7 +165,7 @@ def attention_decode_paired(
 
     half: gl.constexpr = RUNS // WARPS // 2
     width: gl.constexpr = DV // half
-    buffer = expect_sums(width, KEPT, RUNS)
+    buffer = expect_sums(RUNS, width, KEPT)
     for turn in range(gl.where(has_two, 2, 1)):
         turn = gl.to_tensor(turn)
         is_second = turn == 1
@@ -180,7 +180,7 @@ def attention_decode_paired(
             all_have_begun()
         send_sums(
             acc, total, top, gl.where(is_second, RUNS - 1 - number, number), turn * half,
-            buffer, DV, ROWS, KEPT, RUNS, half, WARPS,
+            buffer, DV, ROWS, RUNS, KEPT, half, WARPS,
         )  # fmt: skip
         query = next_query
 
@@ -197,6 +197,6 @@ def attention_decode_paired(
         smax_batch, smax_head, smax_row, ssum_batch, ssum_head, ssum_row, sink_head,
         o_offset_step, gate_offset_step, stats_offset_step, smax_offset_step, ssum_offset_step,
         o_multiplier, gate_multiplier, stats_multiplier, smax_multiplier, ssum_multiplier,
-        rows, group, KEPT, RUNS, width,
+        rows, group, RUNS, width, KEPT,
         O_UNIT, GATE_UNIT, GATE_O, GATE_TYPE, STATS_LOG2, WARPS,
     )  # fmt: skip
