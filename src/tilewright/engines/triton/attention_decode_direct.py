@@ -20,8 +20,10 @@ from tilewright.engines.triton.attention_decode_side import (
     keys_of,
     length_of,
     load,
+    load_both,
     no_sums,
     page_of,
+    pages_of,
     queries_of,
     readable_keys,
     run_size,
@@ -152,7 +154,7 @@ def attention_decode_direct(
     )  # fmt: skip
     # Entries of the table are read before the queries.
     readable = readable_keys(count_kv, keys, k_table_offsets, v_table_offsets)
-    k_page, v_page = page_of(k_side, first, readable), page_of(v_side, first, readable)
+    k_page, v_page = pages_of(k_side, v_side, first, readable)
     query = queries_of(
         q, q_offsets, batch, key_head, count_q, q_batch, q_head, q_row, q_offset_step,
         q_multiplier, rows, group, D, BLOCK_M, ROWS, 1,
@@ -175,10 +177,8 @@ def attention_decode_direct(
             [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     if first < end:
-        next_k = load(k_side, first, end, k_page)
-        next_v = load(v_side, first, end, v_page)
-        k_page = page_of(k_side, first + N, end)
-        v_page = page_of(v_side, first + N, end)
+        next_k, next_v = load_both(k_side, v_side, first, end, k_page, v_page)
+        k_page, v_page = pages_of(k_side, v_side, first + N, end)
         if IS_SHARED:
             for number in range(run_number, (end + size - 1) // size):
                 number = gl.to_tensor(number)
