@@ -28,8 +28,9 @@ def describe_buffer(source: Any) -> BufferDescription:
         GraphError: if ``source`` tells no shape or has a type outside the vocabulary.
     """
     layout = str(getattr(source, "layout", ""))
-    if getattr(source, "is_nested", False) or layout.startswith("torch.sparse"):
-        kind = "a nested tensor" if getattr(source, "is_nested", False) else f"layout {layout}"
+    is_nested = getattr(source, "is_nested", False)
+    if is_nested or (layout.startswith("torch.") and layout != "torch.strided"):
+        kind = "a nested tensor" if is_nested else f"layout {layout}"
         raise GraphError(f"tensor_like: {kind}; expected a tensor of one shape with strides")
     shape = getattr(source, "shape", None)
     dtype = getattr(source, "dtype", None)

@@ -149,12 +149,13 @@ def require_out(
     shape: Sequence[int],
     rule: str,
     operands: Sequence[torch.Tensor | None],
+    types: Sequence[torch.dtype] = _OUT_TYPES,
 ) -> None:
     """Require of ``out``, if it is given, what a result can be written into.
 
-    That is ``shape``, on the device of the first operand, of a float type (FP8 among them), with an
-    element for each index. A call with ``out=`` has no autograd, so neither it nor an operand may
-    take part in one; autograd is told that it is written.
+    That is ``shape``, on the device of the first operand, of one of ``types`` (floats, FP8 among
+    them), with an element for each index. A call with ``out=`` has no autograd, so neither it nor
+    an operand may take part in one; autograd is told that it is written.
 
     Raises:
         BindingError: naming what does not fit.
@@ -164,7 +165,7 @@ def require_out(
     if needs_gradient(*operands):
         raise BindingError("out: given while an operand requires grad; use it under torch.no_grad")
     require_shape("out", require_tensor("out", out), shape, rule)
-    require_float("out", out, _OUT_TYPES)
+    require_float("out", out, types)
     if operands[0] is not None:
         require_device("out", out, operands[0].device)
     if torch.is_grad_enabled() and out.requires_grad:

@@ -136,7 +136,8 @@ def require_heads(heads_q: int, heads_kv: int) -> None:
     """Require that KV heads divide query heads: head h reads KV head h // (Hq // Hkv)."""
     if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
         raise BindingError(
-            f"q: {heads_q} heads with {heads_kv} KV heads; expected a multiple of the KV heads"
+            f"q: {heads_q} heads with {heads_kv} KV heads; expected a multiple of the KV heads, "
+            "1 or more of both"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.arguments import (
+    FLOAT_TYPES,
     require_device,
     require_flag,
     require_float,
@@ -68,10 +69,8 @@ def attend(
         operands["offset"] = counter("offset", offset)
     bias = operands.get("bias")
     differentiable = (q, k, v, bias, sink)
-    if out is not None:
-        # There is no scale here that 8 bits would need.
-        require_float("out", require_tensor("out", out))
-    require_out(out, shape, "(.., Sq, Dv) of q and v", (*differentiable, gate))
+    # There is no scale here that 8 bits would need.
+    require_out(out, shape, "(.., Sq, Dv) of q and v", (*differentiable, gate), FLOAT_TYPES)
     call = Call(options, {"q": q, "k": k, "v": v, **operands}, engine, stream)
     o: torch.Tensor
     stats: torch.Tensor | None

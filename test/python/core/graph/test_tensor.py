@@ -234,11 +234,12 @@ def test_tensor_like_copies_a_declaration_and_not_its_uid(graph: DeclaredGraph) 
     [
         *(3, "x", None, [1, 2], np.zeros(2, np.complex64)),
         torch.eye(2).to_sparse(),
+        torch.eye(2).to_mkldnn() if torch.backends.mkldnn.is_available() else None,
         torch.nested.nested_tensor([torch.zeros(2, 3)]),
         # A field of records lies in steps that are no whole number of elements.
         np.zeros((2, 3), [("x", "f4"), ("y", "u1")])["x"],
     ],
-    ids=["int", "str", "None", "list", "complex", "sparse", "nested", "field of records"],
+    ids=["int", "str", "None", "list", "complex", "sparse", "mkldnn", "nested", "field of records"],
 )
 def test_tensor_like_refuses_what_tells_no_shape_or_type(
     graph: DeclaredGraph, source: object
