@@ -52,7 +52,9 @@ def _tests(record: Record) -> list[str]:
     end = ", when its time was over" if run["exit_status"] == _TIME_IS_OVER else ""
     out = sum(str(found[-1]).startswith(LEFT_OUT) for found in record["tests"].values())
     of_them = f", {out} of them for want of time" if out else ""
-    lines = [f"`{run['command']}`: {counts}{of_them}, in {run['seconds']:.0f} s{end}."]
+    # What had no time in one call comes first in the next; a record may be of several.
+    calls = f" of {run['calls']} calls" if run.get("calls", 1) > 1 else ""
+    lines = [f"`{run['command']}`: {counts}{of_them}, in {run['seconds']:.0f} s{calls}{end}."]
     bad = {
         name: found for name, found in record["tests"].items() if found[0] in ("failed", "crashed")
     }
