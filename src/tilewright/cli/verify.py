@@ -45,9 +45,10 @@ tilewright verify FAMILY --signature. PyTorch's own functions are
 tilewright.testing.verify.adapters:torch_sdpa for attention, and torch_FAMILY for the others.
 
 exit status:
-  0  every check held, was declined, or deviates as the callable says of itself
+  0  what was taken held, or deviates as the callable says of itself
   1  something is broken
   2  wrong usage
+  4  every check was declined
 """
 # Lines of evidence that the terminal shows of one finding; the report has all.
 _EVIDENCE_LINES = 3
@@ -104,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> ExitCode:
-    """Run the subcommand; the status is 1 if something is broken."""
+    """Run the subcommand; the status is 1 if something is broken, 4 if all was declined."""
     families = _families(arguments)
     if arguments.signature:
         output.print_lines(f"{family.name}\n{family.signature}" for family in families)
@@ -124,7 +125,9 @@ def execute(arguments: argparse.Namespace) -> ExitCode:
         path = _writing(arguments.report, lambda: write_report(report, arguments.report))
         if arguments.json != "-":
             print(f"report: {path}")
-    return ExitCode.WRONG_RESULT if report.is_broken else ExitCode.OK
+    if report.is_broken:
+        return ExitCode.WRONG_RESULT
+    return ExitCode.DECLINED if report.is_declined else ExitCode.OK
 
 
 def _families(arguments: argparse.Namespace) -> list[Family]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import BindingError
+from tilewright.errors import BindingError, NotSupportedError
 from tilewright.ops.arguments import (
     compact,
     require_choice,
@@ -27,7 +27,7 @@ from tilewright.ops.arguments import (
     require_type_of_x,
 )
 from tilewright.ops.causal_convolution_call import convolve
-from tilewright.ops.custom import is_traced
+from tilewright.ops.custom import is_traced, needs_gradient
 from tilewright.ops.streams import lowered
 
 _ACTIVATIONS = (None, "silu", "swish")
@@ -121,7 +121,7 @@ def conv1d_causal_update(
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
-        NotSupportedError: if no engine takes the call.
+        NotSupportedError: if an operand requires grad, or no engine takes the call.
     """
     require_float("x", require_tensor("x", x))
     if x.dim() not in (2, 3):
@@ -134,6 +134,11 @@ def conv1d_causal_update(
     require_float("state", state)
     require_device("state", state, x.device)
     require_distinct("state", state)
+    if needs_gradient(x, state, weight, bias):
+        raise NotSupportedError(
+            "conv1d_causal_update: an operand requires grad; a decoding step is for inference, use "
+            "torch.no_grad"
+        )
     with torch.no_grad():
         y, final = conv1d_causal(
             tokens,

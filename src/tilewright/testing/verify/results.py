@@ -68,6 +68,11 @@ class Report:
         """True if any rule is broken."""
         return self.count(Status.BROKEN) > 0
 
+    @property
+    def is_declined(self) -> bool:
+        """True if every check was declined: nothing is known of what was examined."""
+        return self.count(Status.DECLINED) == len(self.checks)
+
     def document(self) -> dict[str, Any]:
         """For JSON."""
         return {

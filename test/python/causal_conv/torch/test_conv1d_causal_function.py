@@ -102,10 +102,25 @@ def test_decoding_step_by_step_equals_the_whole() -> None:
     x, w, b = (draw(generator, *s, dtype=torch.float32) for s in ((2, 7, 3), (3, 4), (3,)))
     whole, final = ops.conv1d_causal(x, w, b, activation="silu", return_final_state=True)
     state = torch.zeros(2, 3, 3)
-    steps = [ops.conv1d_causal_update(x[:, t], state, w, b, activation="silu") for t in range(4)]
-    steps.append(ops.conv1d_causal_update(x[:, 4:], state, w, b, activation="silu")[:, 0])
+    with torch.no_grad():
+        steps = [
+            ops.conv1d_causal_update(x[:, t], state, w, b, activation="silu") for t in range(4)
+        ]
+        steps.append(ops.conv1d_causal_update(x[:, 4:], state, w, b, activation="silu")[:, 0])
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, :5].detach())
     torch.testing.assert_close(state, final.detach())
+
+
+@pytest.mark.parametrize("wanted", range(4), ids=["x", "state", "weight", "bias"])
+def test_a_decoding_step_has_no_gradient_and_says_so(wanted: int) -> None:
+    given = [torch.ones(2, 3), torch.zeros(2, 3, 3), torch.ones(3, 4), torch.ones(3)]
+    state = given[1]
+    given[wanted] = given[wanted].requires_grad_()
+    with pytest.raises(tw.NotSupportedError, match="conv1d_causal_update: an operand requires"):
+        ops.conv1d_causal_update(*given)
+    assert not state.any(), "the state of a refused step stays"
+    with torch.no_grad():
+        assert torch.equal(ops.conv1d_causal_update(*given), torch.full((2, 3), 2.0))
 
 
 def test_empty_and_strided() -> None:

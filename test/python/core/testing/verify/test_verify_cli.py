@@ -170,7 +170,9 @@ def test_levels(verify: Verify) -> None:
 
 def test_nothing_looked_at_is_said(verify: Verify) -> None:
     ran = verify("rope", "--engine", "cudnn")
-    assert ran.code == 0
+    checks = ran.document["checks"]
+    assert checks and {check["status"] for check in checks} == {"declined"}
+    assert ran.code == 4
     assert "nothing was looked at" in ran.out
 
 
