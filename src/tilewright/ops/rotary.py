@@ -66,8 +66,8 @@ def rope(
         sin: cos's shape.
         interleaved: pairs are neighbours (0, 1), (2, 3), ... and not (i, i + R/2).
         rotary_dim: R, even; the elements past it are passed through.
-        positions: int32 or int64 positions in the tables; below 0 they count from the tables' end, as
-            in an index of torch, and are not looked at before the call.
+        positions: int32 or int64 positions in the tables; below 0 they count from the tables' end,
+            as an index of torch does.
         inplace: write into ``x`` and return it.
         engine: run this engine or raise.
         stream: where to run; default is the device's current stream.
