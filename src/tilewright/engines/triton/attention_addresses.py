@@ -54,11 +54,18 @@ def head_start(
 
 
 @triton.jit
-def table_start(table, offsets, batch, offset_step, multiplier, batch_step):
-    """Where the page numbers of a sequence start."""
-    return table + sequence_start(
-        offsets, batch, offset_step, multiplier, batch_step, offsets is not None
+def table_starts(
+    k_table, v_table, k_offsets, v_offsets, batch, k_offset_step, v_offset_step,
+    k_multiplier, v_multiplier, k_batch_step, v_batch_step,
+):  # fmt: skip
+    """Where the page numbers of a sequence start: those of its keys, and those of its values."""
+    k_at = k_table + sequence_start(
+        k_offsets, batch, k_offset_step, k_multiplier, k_batch_step, k_offsets is not None
     )
+    v_at = v_table + sequence_start(
+        v_offsets, batch, v_offset_step, v_multiplier, v_batch_step, v_offsets is not None
+    )
+    return k_at, v_at
 
 
 @triton.jit

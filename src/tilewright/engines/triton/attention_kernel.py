@@ -14,7 +14,7 @@ from tilewright.engines.triton.attention_addresses import (
     head_start,
     row_offsets,
     sequence_length,
-    table_start,
+    table_starts,
     tile_of,
 )
 from tilewright.engines.triton.attention_loop import (
@@ -131,13 +131,10 @@ def attention_forward(
     )  # fmt: skip
     k_pages, v_pages = None, None
     if is_paged:
-        k_pages = table_start(
-            k_table, k_table_offsets, batch, k_table_offset_step, k_table_multiplier,
-            k_table_batch,
-        )  # fmt: skip
-        v_pages = table_start(
-            v_table, v_table_offsets, batch, v_table_offset_step, v_table_multiplier,
-            v_table_batch,
+        k_pages, v_pages = table_starts(
+            k_table, v_table, k_table_offsets, v_table_offsets, batch,
+            k_table_offset_step, v_table_offset_step, k_table_multiplier, v_table_multiplier,
+            k_table_batch, v_table_batch,
         )  # fmt: skip
 
     wide_row = row.to(tl.int64)[:, None]
