@@ -221,15 +221,13 @@ def _derive(
     values: dict[int, torch.Tensor],
     given: Mapping[int, torch.Tensor],
 ) -> None:
-    sums = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    sums = _running_sums(lengths)
     for tensor in side.lengths:
         values[tensor.uid] = lengths.reshape(tensor.dim)
     for tensor in side.sums:
         values[tensor.uid] = sums.reshape(tensor.dim)
     counted = [(tensor, sums) for tensor in side.ragged]
-    for table, page in side.tables:
-        pages = (lengths + page - 1) // page
-        counted.append((table, torch.cat((torch.zeros_like(pages[:1]), pages.cumsum(0)))))
+    counted += [(table, _running_sums((lengths + page - 1) // page)) for table, page in side.tables]
     for tensor, units in counted:
         offset = tensor.ragged_offset
         if offset is None or offset.uid in given:
@@ -243,6 +241,10 @@ def _derive(
                 "give the offsets and the data with --inputs"
             )
         values[offset.uid] = found
+
+
+def _running_sums(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
 
 
 def _offsets(tensor: Tensor, offset: Tensor, sums: torch.Tensor) -> torch.Tensor:

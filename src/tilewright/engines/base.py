@@ -83,7 +83,8 @@ class Engine(Protocol):
     def propose_elsewhere(self, graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
         """As ``propose``, for a GPU of ``sm_count`` multiprocessors that is not here.
 
-        Asked of engines that cannot run here; ``build`` declines what it proposes.
+        Asked of engines that cannot run here, and only they have it; ``build`` declines what it
+        proposes.
         """
 
     def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> Executable:

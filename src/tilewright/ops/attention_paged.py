@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import BindingError, NotSupportedError
+from tilewright.errors import BindingError
 from tilewright.ops.arguments import (
     compact,
     require_device,
@@ -23,7 +23,7 @@ from tilewright.ops.attention_arguments import (
     require_integers,
 )
 from tilewright.ops.attention_dispatch import attend
-from tilewright.ops.custom import needs_gradient
+from tilewright.ops.custom import forbid_gradient
 from tilewright.ops.streams import lowered
 
 
@@ -104,11 +104,8 @@ def sdpa_paged(
     )
     if sink is not None:
         require_tensor("sink", sink, 1)
-    if needs_gradient(q, k_pages, v_pages, bias, sink):
-        raise NotSupportedError(
-            "sdpa_paged: an operand requires grad; paged attention is for "
-            "inference, use torch.no_grad"
-        )
+    rule = "paged attention is for inference"
+    forbid_gradient("sdpa_paged", rule, q, k_pages, v_pages, bias, sink)
     # A container's declared axes are (P, Hkv, page, D).
     return attend(
         q,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilewright.errors import BindingError, NotSupportedError
+from tilewright.errors import BindingError
 from tilewright.ops.arguments import (
     compact,
     require_choice,
@@ -27,7 +27,7 @@ from tilewright.ops.arguments import (
     require_type_of_x,
 )
 from tilewright.ops.causal_convolution_call import convolve
-from tilewright.ops.custom import is_traced, needs_gradient
+from tilewright.ops.custom import forbid_gradient, is_traced
 from tilewright.ops.streams import lowered
 
 _ACTIVATIONS = (None, "silu", "swish")
@@ -134,11 +134,8 @@ def conv1d_causal_update(
     require_float("state", state)
     require_device("state", state, x.device)
     require_distinct("state", state)
-    if needs_gradient(x, state, weight, bias):
-        raise NotSupportedError(
-            "conv1d_causal_update: an operand requires grad; a decoding step is for inference, use "
-            "torch.no_grad"
-        )
+    rule = "a decoding step is for inference"
+    forbid_gradient("conv1d_causal_update", rule, x, state, weight, bias)
     with torch.no_grad():
         y, final = conv1d_causal(
             tokens,

@@ -42,6 +42,16 @@ def needs_gradient(*operands: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
+def forbid_gradient(function: str, rule: str, *operands: torch.Tensor | None) -> None:
+    """Refuse a call that would take part in autograd, which it drops.
+
+    Raises:
+        NotSupportedError: naming the function and the rule.
+    """
+    if needs_gradient(*operands):
+        raise NotSupportedError(f"{function}: an operand requires grad; {rule}, use torch.no_grad")
+
+
 def serves_gradients(*operands: torch.Tensor | None) -> bool:
     """True if a traced call with these operands must make what its backward reads.
 

@@ -125,7 +125,7 @@ def linear(
     if needs_grad:
         y = apply("linear", _LinearFunction, flat, weight, bias, epilogue, engine, stream)
         return y.reshape(shape)
-    y_type = x.dtype if out is None else out.dtype
+    y_type = None if out is None else out.dtype
     y = _forward(flat, weight, bias, epilogue, engine, stream, y_type=y_type)[0]
     return y.reshape(shape) if out is None else out.copy_(y.reshape(shape))
 

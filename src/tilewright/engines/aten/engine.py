@@ -74,10 +74,6 @@ class AtenEngine:
         _prepare_steps(graph, device)
         return [_PROPOSAL]
 
-    def propose_elsewhere(self, graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
-        """The same as here; nobody asks, since ATen runs here."""
-        return self.propose(graph, torch.device("cpu"))
-
     def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> AtenExecutable:
         """Prepare a kernel an operation."""
         return AtenExecutable(graph, device)

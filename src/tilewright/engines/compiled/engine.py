@@ -88,12 +88,12 @@ class CompiledEngine:
         name = self.family_name(graph)
         keys = self._record_keys(graph, name, device)
         if keys is None:
-            return self._ask(name, graph, device)
+            return self._ask(name, graph, _sm_count(device))
         known = None if self._is_loaded(name) else plan_records.load_proposals(keys)
         if known is not None:
             return known
         try:
-            proposals = self._ask(name, graph, device)
+            proposals = self._ask(name, graph, _sm_count(device))
         except NotSupportedError as decline:
             plan_records.save_decline(keys, str(decline))
             raise
@@ -110,8 +110,7 @@ class CompiledEngine:
                 f"device_property: sm_count is {sm_count}; expected the multiprocessors of the "
                 "device, which is not here to be asked"
             )
-        proposals: list[Proposal] = self.family(graph).propose(graph, sm_count)
-        return proposals
+        return self._ask(self.family_name(graph), graph, sm_count)
 
     def build(self, graph: DeclaredGraph, device: torch.device, knobs: Knobs) -> Any:
         """Load the kernels of one proposal as they are known, or compile them."""
@@ -183,8 +182,8 @@ class CompiledEngine:
         """True if asking the family costs no import."""
         return f"{self.package}.{name}" in sys.modules
 
-    def _ask(self, name: str, graph: DeclaredGraph, device: torch.device) -> list[Proposal]:
-        proposals: list[Proposal] = self._module(name).propose(graph, _sm_count(device))
+    def _ask(self, name: str, graph: DeclaredGraph, sm_count: int) -> list[Proposal]:
+        proposals: list[Proposal] = self._module(name).propose(graph, sm_count)
         return proposals
 
     def plan(self, graph: DeclaredGraph, knobs: Knobs, sm_count: int) -> KernelPlan:
