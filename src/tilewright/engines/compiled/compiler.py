@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 from typing import Any
@@ -18,6 +19,8 @@ WARP_THREADS = 32
 # Held while Triton's settings tell another folder than the process's own.
 _setting = threading.Lock()
 POINTER_ALIGNMENT_BYTES = 16
+# Why the assembler gave up.
+_REFUSAL = re.compile(r"^ptxas[-\w]* fatal\s*: (.*)$", re.MULTILINE)
 
 
 @record(frozen=True)
@@ -49,7 +52,8 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
 
     Raises:
         LaunchError: if the compiler is forbidden here.
-        NotSupportedError: if Triton is absent or does not know the target.
+        NotSupportedError: if Triton is absent or does not know the target, or its assembler gives
+            up, as when it runs out of registers.
     """
     require_compiler(spec.name, compute_capability)
     try:
@@ -77,12 +81,15 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Ker
     try:
         compiled = _compiled(source, target, options)
     except Exception as error:
-        # Its assembler's words; there is no list of targets to ask beforehand.
-        if "not defined for option 'gpu-name'" not in str(error):
+        refusal = _REFUSAL.search(str(error))
+        if refusal is None:
             raise
-        raise NotSupportedError(
-            f"kernel {spec.name!r}: Triton {triton.__version__} has no target sm_{major}{minor}"
-        ) from error
+        # Its assembler's words; there is no list of targets to ask beforehand.
+        if "not defined for option 'gpu-name'" in refusal[1]:
+            said = f"Triton {triton.__version__} has no target sm_{major}{minor}"
+        else:
+            said = f"the assembler for sm_{major}{minor} refuses it: {refusal[1]}"
+        raise NotSupportedError(f"kernel {spec.name!r}: {said}") from error
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise NotSupportedError(

@@ -113,7 +113,7 @@ def _forward(
     arguments = KernelArguments(slots)
     add_forward_operands(arguments, spec, is_aligned=is_aligned)
     slots_a_head = _packed_slots(spec, config.block_m)
-    block, block_v = cut(spec.depth, config), cut(spec.depth_v, config)
+    block, block_v = cut(spec, config)
     has_own_loop = not (spec.changes_scores or spec.has_philox or spec.has_drop_mask)
     has_own_loop = has_own_loop and not (spec.has_block_mask or spec.is_paged)
     has_own_loop = has_own_loop and arguments.constants["FOLDS_SCALE"]

@@ -21,7 +21,7 @@ from tilewright.engines.triton.attention_backward_plain import (
     attention_backward_plain_rows,
 )
 from tilewright.engines.triton.attention_backward_rows import attention_backward_rows
-from tilewright.engines.triton.attention_config import MIN_BLOCK, power_of_two
+from tilewright.engines.triton.attention_config import MIN_BLOCK, blocks, power_of_two
 from tilewright.engines.triton.attention_spec import AttentionSpec, alibi_split
 from tilewright.graph.tensor import Tensor
 from tilewright.launch.workspace import plan_workspace
@@ -52,9 +52,7 @@ class BackwardLaunches:
     ) -> None:
         self.spec, self.slots, self.config = spec, slots, config
         self.is_aligned = is_aligned
-        self.block_depth, self.block_depth_v = (
-            max(power_of_two(size), MIN_BLOCK) for size in (spec.depth, spec.depth_v)
-        )
+        self.block_depth, self.block_depth_v = blocks(spec)
         self.padded_rows = triton.cdiv(spec.rows, PADDED_TO) * PADDED_TO
         count = spec.batch * spec.heads_q * self.padded_rows
         sizes = [("row statistics", count * _FLOAT_BYTES), ("row products", count * _FLOAT_BYTES)]

@@ -12,6 +12,8 @@ from tilewright.graph.enums import knob_type
 
 # A matrix product takes at least this many of each axis.
 MIN_BLOCK = 16
+# A line of shared memory, the most that a matrix product's operand is swizzled in.
+LINE_BYTES = 128
 # Multiprocessors of the parts of SM90 and SM100; no other part that the engine takes has these.
 SM90_MULTIPROCESSORS = frozenset({78, 114, 132})
 SM100_MULTIPROCESSORS = frozenset({148, 160})
@@ -167,9 +169,26 @@ def pieces(size: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
-def cut(size: int, config: ForwardConfig) -> tuple[int, int]:
-    """``pieces``, or one power of two on SM90, whose products in two parts wait for one another."""
-    return (whole(size), 0) if config.has_maps else pieces(size)
+def cut(spec: AttentionSpec, config: ForwardConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """``pieces`` of both head sizes, or ``blocks`` on SM90, where parts wait for one another."""
+    if not config.has_maps:
+        return pieces(spec.depth), pieces(spec.depth_v)
+    block, block_v = blocks(spec)
+    return (block, 0), (block_v, 0)
+
+
+def blocks(spec: AttentionSpec) -> tuple[int, int]:
+    """The head size of Q and K, and that of V, each as one power of two.
+
+    Of 16-bit operands the narrower one is as wide as the other, or fills a line of shared memory:
+    with tiles of two swizzles in one kernel the assembler of CUDA 12.8 takes a wrong register for
+    where the narrower ones lie (benchmark/attention_backward.md).
+    """
+    block, block_v = whole(spec.depth), whole(spec.depth_v)
+    if spec.data_type is DataType.FLOAT:
+        return block, block_v
+    least = min(max(block, block_v), LINE_BYTES // 2)
+    return max(block, least), max(block_v, least)
 
 
 def whole(size: int) -> int:
@@ -320,7 +339,7 @@ def choose_config(
             if width <= 64:
                 tile = replace(tile, stages=3, max_registers=SMALL_PROGRAM_REGISTERS)
             return tile
-        tile = _tile(spec, has_room=True)
+        tile = _sm90_tile(spec)
         if is_plain(spec) and spec.rows > 64:
             # Hidden values are marked by a kernel of its own: sums have room.
             tile = replace(tile, block_m=128)
@@ -334,8 +353,20 @@ def choose_config(
 def general_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     """The tile for what takes no tensor map, as pointers that happen to be odd: any loop."""
     if sm_count in SM90_MULTIPROCESSORS:
-        return replace(_tile(spec, has_room=True), has_maps=True)
+        return replace(_sm90_tile(spec), has_maps=True)
     return choose_config(spec, sm_count)
+
+
+def _sm90_tile(spec: AttentionSpec) -> ForwardConfig:
+    """Twice the warps where 64 rows of wide sums are beside a bias or draws.
+
+    Four warps had 2 to 3 KB of a thread's registers in memory, and some had too few to compile.
+    """
+    tile = _tile(spec, has_room=True)
+    is_crowded = spec.has_philox or spec.has_bias or spec.has_drop_mask
+    if is_crowded and spec.depth_v > 128 and tile.block_m == GROUP_ROWS:
+        tile = replace(tile, warps=2 * GROUP_WARPS)
+    return tile
 
 
 def _tile(spec: AttentionSpec, *, has_room: bool) -> ForwardConfig:

@@ -18,7 +18,7 @@ import triton.language as tl
 from tilewright.engines.compiled.planned import PlannedKernel
 from tilewright.engines.triton.attention_addresses import head_start, row_offsets
 from tilewright.engines.triton.attention_arguments import KernelArguments, add_forward_operands
-from tilewright.engines.triton.attention_config import ForwardConfig, keeps_level, whole
+from tilewright.engines.triton.attention_config import ForwardConfig, blocks, keeps_level
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
@@ -164,7 +164,7 @@ def repair_kernel(
     all_heads = spec.batch * spec.heads_q
     arguments.extent("noted_rows", noted_rows)
     arguments.extent("all_heads", all_heads)
-    block, block_v = whole(spec.depth), whole(spec.depth_v)
+    block, block_v = blocks(spec)
     has_level = keeps_level(spec, forward)
     notes = _NOTES_AT_A_LEVEL if has_level else _NOTES
     arguments.constant(

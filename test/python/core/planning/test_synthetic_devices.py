@@ -132,3 +132,36 @@ def test_a_compiler_without_the_target_declines(
     printed = run_python(WITHOUT_TARGET, str(tmp_path))
     assert "declined: kernel 'store_one': Triton" in printed
     assert "has no target sm_990" in printed
+
+
+REFUSED = """
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, sys.argv[1])
+from refused_kernel_of_this_test import no_instruction
+from tilewright.engines.compiled.compiler import KernelSpec, compile_kernel
+from tilewright.errors import NotSupportedError
+try:
+    compile_kernel(KernelSpec(no_instruction, (("x", "*i32"),)), (9, 0))
+except NotSupportedError as error:
+    print("declined:", error)
+"""
+
+
+def test_what_the_assembler_gives_up_declines(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    # So that the next plan is built, and a message has one line of the assembler's, not all of its
+    # input.
+    (tmp_path / "refused_kernel_of_this_test.py").write_text(
+        "import triton, triton.language as tl\n\n\n"
+        "@triton.jit\ndef no_instruction(x):\n"
+        "    made = tl.inline_asm_elementwise('no.instruction $0, $1;', '=r,r', [tl.load(x)],\n"
+        "        dtype=tl.int32, is_pure=True, pack=1)\n"
+        "    tl.store(x, made)\n"
+    )
+    told = run_python(REFUSED, str(tmp_path)).splitlines()
+    declined = [line for line in told if line.startswith("declined: ")]
+    expected = "declined: kernel 'no_instruction': the assembler for sm_90 refuses it: "
+    assert len(declined) == 1 and declined[0].startswith(expected), told
+    assert len(declined[0]) < 200

@@ -10,7 +10,9 @@ import tilewright as tw
 from tilewright.engines.triton.attention_arguments import KernelArguments
 from tilewright.engines.triton.attention_backward_config import general_config
 from tilewright.engines.triton.attention_config import (
+    blocks,
     choose_config,
+    cut,
     heads_at_a_time,
     pieces,
     takes_many_tiles,
@@ -39,14 +41,18 @@ def spec_of(
     batch: int = 2,
     heads: tuple[int, int] = (16, 16),
     depth: int = 128,
+    depth_v: int | None = None,
     dtype: str = "bfloat16",
     **arguments: Any,
 ) -> AttentionSpec:
     graph = tw.Graph(io_data_type=dtype, intermediate_data_type="float32")
     q = graph.tensor((batch, heads[0], rows, depth))
-    k, v = (graph.tensor((batch, heads[1], keys, depth)) for _ in range(2))
+    k, v = (graph.tensor((batch, heads[1], keys, size)) for size in (depth, depth_v or depth))
     if "bias" in arguments:
         arguments["bias"] = graph.tensor(arguments["bias"])
+    if "dropout" in arguments:
+        drawn = (graph.tensor_scalar(1), graph.tensor_scalar(2))
+        arguments["dropout"] = (arguments["dropout"], *drawn)
     o, _ = graph.sdpa(q, k, v, is_inference=True, **arguments)
     o.set_output(True)
     graph.validate()
@@ -63,6 +69,34 @@ def spec_of(
 )
 def test_a_head_size_is_one_or_two_powers_of_two(size: int, cut: tuple[int, int]) -> None:
     assert pieces(size) == cut and sum(cut) >= size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "expected"),
+    [
+        *(((n, n), "bfloat16", (n, n)) for n in (16, 32, 64, 256)),
+        *(((64, 256), "float16", (64, 256)), ((192, 128), "bfloat16", (256, 128))),
+        *(((16, 32), "bfloat16", (32, 32)), ((24, 240), "float16", (64, 256))),
+        *(((128, 8), "bfloat16", (128, 64)), ((13, 5), "float16", (16, 16))),
+        *(((16, 64), "float32", (16, 64)), ((128, 32), "float32", (128, 32))),
+    ],
+)
+def test_no_block_of_16_bits_has_lines_of_its_own(
+    sizes: tuple[int, int], dtype: str, expected: tuple[int, int]
+) -> None:
+    spec = spec_of(depth=sizes[0], depth_v=sizes[1], dtype=dtype)
+    assert blocks(spec) == expected
+    on_sm90, on_sm80 = (cut(spec, choose_config(spec, count)) for count in (132, 108))
+    assert on_sm90 == tuple((block, 0) for block in expected)
+    assert on_sm80 == tuple(pieces(size) for size in sizes)
+
+
+def test_wide_sums_beside_a_bias_or_draws_have_twice_the_warps_on_sm90() -> None:
+    for depth, depth_v, warps in ((256, 256, 8), (128, 192, 8), (192, 128, 4), (128, 128, 4)):
+        for arguments in ({"bias": (1, 1, 2048, 2048)}, {"dropout": 0.1}):
+            spec = spec_of(depth=depth, depth_v=depth_v, **arguments)
+            assert choose_config(spec, 132).warps == warps
+            assert choose_config(spec, 108).warps == 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
