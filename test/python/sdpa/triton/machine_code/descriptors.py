@@ -312,7 +312,10 @@ class _Step:
         yield high, None if total is None else known(total)
 
     def _sum(self, summands: list[str], carries: list[str]) -> Word | None:
-        """The sum of words and carries, if all are known."""
+        """The sum of words and carries, if the words are known.
+
+        Of an unknown carry, as one that was kept as a bit among others, nothing comes: see above.
+        """
         total = 0
         for argument in summands:
             bits = self.bits(argument)
@@ -324,9 +327,8 @@ class _Step:
                 total += not carry.startswith("!")
                 continue
             bits = self.bits(carry.lstrip("!"))
-            if bits is None:
-                return None
-            total += 1 - bits if carry.startswith("!") else bits
+            if bits is not None:
+                total += 1 - bits if carry.startswith("!") else bits
         return known(total)
 
     def _carry(self, summands: list[str]) -> int:
