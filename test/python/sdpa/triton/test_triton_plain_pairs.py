@@ -34,7 +34,10 @@ pytestmark = [
 PLAIN: dict[str, tuple[object, ...]] = {
     **{name: LEVELS[name] for name in ("heads", "band", "sink", "stats", "values")},
     "dtype": ("bfloat16", "float16"),
-    "sizes": ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (32, 32), (72, 40)),
+    "sizes": (
+        *((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (32, 32), (72, 40)),
+        *((24, 72), (72, 24)),
+    ),
     "layout": ("bhsd", "bshd", "gaps"),
 }
 DENSE = all_pairs(seed=30, levels={**PLAIN, "out": LEVELS["out"]})

@@ -49,7 +49,10 @@ class Case:
 LEVELS: dict[str, tuple[object, ...]] = {
     "dtype": ("bfloat16", "float16", "float32"),
     "heads": ((2, 2), (4, 2), (3, 1)),
-    "sizes": ((64, 64), (128, 128), (16, 16), (96, 96), (256, 256), (192, 128), (40, 72), (13, 5)),
+    "sizes": (
+        *((64, 64), (128, 128), (16, 16), (96, 96), (256, 256), (192, 128), (40, 72), (13, 5)),
+        *((24, 72), (72, 24)),
+    ),
     "layout": ("bhsd", "bshd", "gaps", "stepped", "expanded"),
     "band": ("open", "causal", "bottom_right", "window", "band", "band_bottom_right"),
     "lengths": ("none", "lengths", "sums"),
