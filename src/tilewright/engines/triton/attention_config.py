@@ -339,7 +339,7 @@ def choose_config(
             if width <= 64:
                 tile = replace(tile, stages=3, max_registers=SMALL_PROGRAM_REGISTERS)
             return tile
-        tile = _tile(spec, has_room=True)
+        tile = _sm90_tile(spec)
         if is_plain(spec) and spec.rows > 64:
             # Hidden values are marked by a kernel of its own: sums have room.
             tile = replace(tile, block_m=128)
@@ -353,8 +353,20 @@ def choose_config(
 def general_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
     """The tile for what takes no tensor map, as pointers that happen to be odd: any loop."""
     if sm_count in SM90_MULTIPROCESSORS:
-        return replace(_tile(spec, has_room=True), has_maps=True)
+        return replace(_sm90_tile(spec), has_maps=True)
     return choose_config(spec, sm_count)
+
+
+def _sm90_tile(spec: AttentionSpec) -> ForwardConfig:
+    """Twice the warps where 64 rows of wide sums are beside a bias or draws.
+
+    Four warps had 2 to 3 KB of a thread's registers in memory, and some had too few to compile.
+    """
+    tile = _tile(spec, has_room=True)
+    is_crowded = spec.has_philox or spec.has_bias or spec.has_drop_mask
+    if is_crowded and spec.depth_v > 128 and tile.block_m == GROUP_ROWS:
+        tile = replace(tile, warps=2 * GROUP_WARPS)
+    return tile
 
 
 def _tile(spec: AttentionSpec, *, has_room: bool) -> ForwardConfig:

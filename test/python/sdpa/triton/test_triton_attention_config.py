@@ -50,6 +50,9 @@ def spec_of(
     k, v = (graph.tensor((batch, heads[1], keys, size)) for size in (depth, depth_v or depth))
     if "bias" in arguments:
         arguments["bias"] = graph.tensor(arguments["bias"])
+    if "dropout" in arguments:
+        drawn = (graph.tensor_scalar(1), graph.tensor_scalar(2))
+        arguments["dropout"] = (arguments["dropout"], *drawn)
     o, _ = graph.sdpa(q, k, v, is_inference=True, **arguments)
     o.set_output(True)
     graph.validate()
@@ -86,6 +89,14 @@ def test_no_block_of_16_bits_has_lines_of_its_own(
     on_sm90, on_sm80 = (cut(spec, choose_config(spec, count)) for count in (132, 108))
     assert on_sm90 == tuple((block, 0) for block in expected)
     assert on_sm80 == tuple(pieces(size) for size in sizes)
+
+
+def test_wide_sums_beside_a_bias_or_draws_have_twice_the_warps_on_sm90() -> None:
+    for depth, depth_v, warps in ((256, 256, 8), (128, 192, 8), (192, 128, 4), (128, 128, 4)):
+        for arguments in ({"bias": (1, 1, 2048, 2048)}, {"dropout": 0.1}):
+            spec = spec_of(depth=depth, depth_v=depth_v, **arguments)
+            assert choose_config(spec, 132).warps == warps
+            assert choose_config(spec, 108).warps == 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
