@@ -98,6 +98,33 @@ def test_backward_of_unlike_sizes(sizes: tuple[int, int], start: str) -> None:
     DeclaredBackward(backward_case(unlike(sizes)), DEVICE, start=start).run(execute)
 
 
+# Beside a bias or draws, sums this wide have other tiles. L0 is what the assembler once had too few
+# registers for.
+CROWDED = [
+    pytest.param(
+        sizes,
+        crowd,
+        band,
+        marks=pytest.mark.L0 if (sizes, band) == ((128, 256), "window") else pytest.mark.L1,
+        id=f"{sizes[0]}-{sizes[1]}-{'-'.join(crowd.values())}-{band}",
+    )
+    for sizes in ((128, 256), (256, 256), (24, 160))
+    for crowd in ({"bias": "full"}, {"dropout": "philox"}, {"bias": "hiding", "dropout": "mask"})
+    for band in ("window", "bottom_right")
+]
+
+
+@pytest.mark.parametrize("start", ["promised", "odd"])
+@pytest.mark.parametrize(("sizes", "crowd", "band"), CROWDED)
+def test_wide_sums_beside_a_bias_or_draws(
+    sizes: tuple[int, int], crowd: dict[str, Any], band: str, start: str
+) -> None:
+    case = unlike(sizes, stats="natural", band=band, **crowd)
+    Declared(case, DEVICE, start=start).run(execute)
+    lengths = unlike(sizes, lengths="lengths", values="hidden_nan", band=band, **crowd)
+    Declared(replace(lengths, dtype="bfloat16", seed=1), DEVICE, start=start).run(execute)
+
+
 PAGES = (1, 2, 3, 5, 7, 8, 13, 32, 64, 100, 128, 200, 256)
 
 
