@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from tilewright.engines.triton.attention_addresses import sequence_length
 from tilewright.engines.triton.attention_output import join_sink, store_rows
-from tilewright.engines.triton.attention_runs import deal, pick
+from tilewright.engines.triton.attention_runs import deal, pick, sums_at
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def attention_combine(
     batches, rows, keys, heads_kv, group, left, right, run, all_runs,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr, TILES: tl.constexpr,
     DV: tl.constexpr, DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
     ROW_BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
     O_UNIT: tl.constexpr,
@@ -43,15 +43,19 @@ def attention_combine(
     heads = heads_kv * group
     program = tl.program_id(0)
     head, batch = program % heads, program // heads
+    row = tl.arange(0, ROW_BLOCK)
+    in_group = (head % group) * rows + row
+    # A row's tile, of those of its key head, and where in it the row is.
+    tile, in_tile = in_group // BLOCK_M, in_group % BLOCK_M
     if IS_DEALT:
         index, runs, starts, counts_q, _ = deal(
-            len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right,
-            run, LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_N,
+            len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv * TILES, left,
+            right, run, LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_N,
             BATCH_BLOCK,
         )  # fmt: skip
         own = index == batch
         count, count_q = pick(runs, own), pick(counts_q, own)
-        first_slot, slot_step = pick(starts, own) + head // group, heads_kv
+        first_slot, slot_step = pick(starts, own) + head // group * TILES, heads_kv * TILES
     else:
         # Every run of the declared keys has a place, in order.
         count_q = sequence_length(len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM)
@@ -64,10 +68,8 @@ def attention_combine(
             run = tl.maximum(tl.cdiv(blocks, all_runs), 1)
         count = tl.where(count_q > 0, tl.cdiv(blocks, run), 0)
         first_slot, slot_step = (batch * heads_kv + head // group) * all_runs, 1
-    row = tl.arange(0, ROW_BLOCK)
     in_declared = row < rows
     in_rows = row < count_q
-    in_tile = (head % group) * rows + row
 
     width: tl.constexpr = DV_BLOCK + DV_BLOCK_2
     # Whole rows of sums, as wide as a power of two; what is beyond DV is not stored.
@@ -89,8 +91,8 @@ def attention_combine(
         top = tl.full((ROW_BLOCK,), -float("inf"), tl.float32)
         for start in range(0, reach, RUN_BLOCK):
             number = start + tl.arange(0, RUN_BLOCK)
-            slot = (first_slot + number * slot_step).to(tl.int64)
-            at = slot[:, None] * (group * rows) + in_tile[None, :]
+            slot = (first_slot + number * slot_step)[:, None] + tile[None, :]
+            at = sums_at(slot, group, rows, TILES, BLOCK_M) + in_tile[None, :]
             mask = (number < there)[:, None] & in_declared[None, :]
             # All loads before what they are for.
             tops = tl.load(part_top + at, mask=mask, other=-float("inf"))

@@ -33,6 +33,7 @@ from tilewright.engines.triton.attention_decode_config import (
     JOINED_PROGRAMS_A_MULTIPROCESSOR,
     choose_decode_config,
     direct_programs,
+    query_tiles,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.graph.enums import knob_type
@@ -153,11 +154,12 @@ def _many_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts
 
 
 def _few_queries(spec: AttentionSpec, config: ForwardConfig, facts: DeviceFacts) -> float:
-    units = spec.batch * spec.heads_kv
+    read_once = spec.batch * spec.heads_kv
+    units = read_once * query_tiles(spec, config.block_m)
     turns = -(-(turns_of(spec, config)[0] + _masked_turns(spec, config)) // config.splits)
     at_once = _programs_at_once(spec, config, facts)
     rounds = -(-units * config.splits // (facts.multiprocessors * at_once))
-    read = units * min(spec.keys, turns * config.splits * config.block_n) * _bytes_a_key(spec)
+    read = read_once * min(spec.keys, turns * config.splits * config.block_n) * _bytes_a_key(spec)
     total = facts.launch_us + facts.start_us
     read_us = _read_us(read, facts, ramps=not config.is_direct)
     total += max(rounds * turns * _turn_us(spec, config, facts, 1), read_us)

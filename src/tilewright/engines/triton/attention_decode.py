@@ -1,9 +1,10 @@
 """Attention forward for a few queries over many keys: runs of keys, then a combination.
 
-The queries of all heads that share a key head form one tile, so keys are read once. Where that
-makes too few programs, keys are cut into runs (``attention_runs``), and as many programs as the
-device holds share the runs that there are; ``attention_combine`` joins the sums of a sequence. It
-is launched early: it starts, and works out where its sums are, while the last programs run.
+The queries of all heads that share a key head form one tile, so keys are read once; more than 64
+are several tiles, whose programs lie side by side. Where that makes too few programs, keys are cut
+into runs (``attention_runs``), and as many programs as the device holds share the runs that there
+are; ``attention_combine`` joins the sums of a sequence. It is launched early: it starts, and works
+out where its sums are, while the last programs run.
 ``attention_decode_direct`` makes the sums of plain scores where keys are not very many, and
 ``attention_decode_joined`` does all, where the runs of a key head can be a cluster's, and
 ``attention_decode_paired`` where those of two sequences can, which have lengths of their own.
@@ -33,7 +34,7 @@ from tilewright.engines.triton.attention_arguments import (
 )
 from tilewright.engines.triton.attention_combine import attention_combine
 from tilewright.engines.triton.attention_config import ForwardConfig, Sharing, pieces, power_of_two
-from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS
+from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS, query_tiles
 from tilewright.engines.triton.attention_loop import (
     attend,
     is_spoilt,
@@ -43,7 +44,7 @@ from tilewright.engines.triton.attention_loop import (
 from tilewright.engines.triton.attention_mapped import attend_mapped
 from tilewright.engines.triton.attention_masks import LOG2_E, alibi_slope, key_bounds
 from tilewright.engines.triton.attention_output import join_sink, store_rows
-from tilewright.engines.triton.attention_runs import deal, pick
+from tilewright.engines.triton.attention_runs import deal, pick, sums_at
 from tilewright.engines.triton.attention_spec import AttentionSpec
 from tilewright.launch.tensor_maps import map_decline_reason
 from tilewright.launch.workspace import plan_workspace
@@ -84,7 +85,7 @@ def attention_decode(
     D: tl.constexpr, DV: tl.constexpr,
     D_BLOCK: tl.constexpr, D_BLOCK_2: tl.constexpr,
     DV_BLOCK: tl.constexpr, DV_BLOCK_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr, TILES: tl.constexpr,
     UNIT: tl.constexpr, O_UNIT: tl.constexpr,
     GATE_UNIT: tl.constexpr, GATE_O: tl.constexpr, GATE_TYPE: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
@@ -99,13 +100,15 @@ def attention_decode(
     is_split: tl.constexpr = part_acc is not None
 
     program = tl.program_id(0)
-    slots = batches * heads_kv
+    # Tiles of queries of a sequence.
+    units: tl.constexpr = heads_kv * TILES
+    slots = batches * units
     if is_split:
         index, runs, starts, counts_q, counts_kv = deal(
-            len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right, run,
+            len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, units, left, right, run,
             LEN_Q_IS_SUM, LEN_KV_IS_SUM, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_N, BATCH_BLOCK,
         )  # fmt: skip
-        slots = tl.sum(runs, 0) * heads_kv
+        slots = tl.sum(runs, 0) * units
     if IS_EARLY:
         # Not before: the programs of the combination read the same lengths.
         gdc_launch_dependents()
@@ -116,19 +119,21 @@ def attention_decode(
             batch = tl.max(tl.where((starts <= slot) & (runs > 0), index, 0), 0)
             own = index == batch
             place = slot - pick(starts, own)
-            key_head, number = place % heads_kv, place // heads_kv
+            unit, number = place % units, place // units
             count_q, count_kv = pick(counts_q, own), pick(counts_kv, own)
         else:
-            key_head, batch, number = slot % heads_kv, slot // heads_kv, 0
+            unit, batch, number = slot % units, slot // units, 0
             count_q = sequence_length(
                 len_q, batch, len_q_step, rows, len_q is not None, LEN_Q_IS_SUM
             )
             count_kv = sequence_length(
                 len_kv, batch, len_kv_step, keys, len_kv is not None, LEN_KV_IS_SUM
             )
+        key_head = unit // TILES
         place_in_tile = tl.arange(0, BLOCK_M)
-        row = place_in_tile % rows
-        member = place_in_tile // rows
+        place_in_group = unit % TILES * BLOCK_M + place_in_tile
+        row = place_in_group % rows
+        member = place_in_group // rows
         head = key_head * group + member
         in_declared = member < group
         in_rows = in_declared & (row < count_q)
@@ -239,7 +244,7 @@ def attention_decode(
                 )  # fmt: skip
 
         if is_split:
-            at = slot.to(tl.int64) * (group * rows) + place_in_tile
+            at = sums_at(slot, group, rows, TILES, BLOCK_M) + place_in_tile
             tl.store(part_total + at, total, mask=in_declared)
             tl.store(part_top + at, top, mask=in_declared)
             width: tl.constexpr = DV_BLOCK + DV_BLOCK_2
@@ -269,8 +274,9 @@ def attention_decode(
 def decode_plan(
     spec: AttentionSpec, slots: Mapping[int, int], config: ForwardConfig, *, is_aligned: bool
 ) -> KernelPlan:
-    """One kernel where each key head is read by one program, else the split and the combination."""
-    units = spec.batch * spec.heads_kv
+    """One kernel where each tile reads its keys in one program, else the split and the join."""
+    tiles = query_tiles(spec, config.block_m)
+    units = spec.batch * spec.heads_kv * tiles
     is_split = config.splits > 1
     sharing = config.sharing or Sharing(units)
     blocks = triton.cdiv(spec.keys, config.block_n)
@@ -278,7 +284,7 @@ def decode_plan(
     runs = triton.cdiv(blocks, run)
     programs = min(units * runs, sharing.programs) if is_split else units
     # Sums of the rows of one slot.
-    tile = spec.rows * spec.group
+    tile = spec.rows * spec.group if tiles == 1 else config.block_m
     width = sum(pieces(spec.depth_v))
     scratch = [
         ("sums of values", units * runs * tile * width * 4),
@@ -316,6 +322,7 @@ def decode_plan(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BATCH_BLOCK=power_of_two(spec.batch) if is_split else 1,
+            TILES=tiles,
             ROW_BLOCK=rows,
             RUN_BLOCK=max(1, _RUNS_AT_ONCE // rows),
             WIDTH_BLOCK=power_of_two(width),

@@ -23,9 +23,10 @@ from tilewright.engines.triton.attention_config import (
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec
 
-# Few queries: at most this many, and so many with all heads of a key head.
+# Few queries: at most this many. With all heads of a key head they are one tile, or several where
+# they are more than this.
 MAX_DECODE_ROWS = 16
-MAX_PACKED_ROWS = 64
+MAX_TILE_ROWS = 64
 # Programs that share a multiprocessor where keys are split, and where their tiles are small.
 PROGRAMS_A_MULTIPROCESSOR = 2
 SMALL_PROGRAMS_A_MULTIPROCESSOR = 3
@@ -70,8 +71,7 @@ MAX_DEALT_BATCH = 1024
 
 def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | None:
     """The tile of the kernel for few queries, or None where the declaration is none for it."""
-    packed = spec.rows * spec.group
-    if spec.rows > MAX_DECODE_ROWS or packed > MAX_PACKED_ROWS:
+    if spec.rows > MAX_DECODE_ROWS:
         return None
     if spec.batch < 1 or spec.keys < 1:
         return None
@@ -86,7 +86,7 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
     if width > 256:
         block_n = 16
     has_room = sm_count in SM90_MULTIPROCESSORS | SM100_MULTIPROCESSORS
-    block_m = max(MIN_BLOCK, power_of_two(packed))
+    block_m = min(max(MIN_BLOCK, power_of_two(spec.rows * spec.group)), MAX_TILE_ROWS)
     stages = 4 if has_room else 3
     while _shared_bytes(spec, block_m, block_n, stages) > shared_bytes_of(sm_count):
         if stages > 2:
@@ -104,10 +104,16 @@ def choose_decode_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig | 
         has_maps=sm_count in SM90_MULTIPROCESSORS,
         max_registers=SMALL_PROGRAM_REGISTERS if is_small else None,
     )
-    splits = _splits(spec, block_n, sm_count, sharing.programs)
+    units = spec.batch * spec.heads_kv * query_tiles(spec, block_m)
+    splits = _splits(spec, units, block_n, sm_count, sharing.programs)
     if is_small and splits > 1:
         stages = min(stages, 3)
     return ForwardConfig(block_m, block_n, 4, stages, splits, sharing=sharing)
+
+
+def query_tiles(spec: AttentionSpec, block_m: int) -> int:
+    """Tiles of the queries of all heads that share a key head."""
+    return -(-spec.rows * spec.group // block_m)
 
 
 def _shared_bytes(spec: AttentionSpec, block_m: int, block_n: int, stages: int) -> int:
@@ -214,14 +220,15 @@ def _pairs(spec: AttentionSpec, runs: int, warps: int, sm_count: int) -> bool:
     return clusters * 2 * runs <= JOINED_PROGRAMS_A_MULTIPROCESSOR * sm_count
 
 
-def _splits(spec: AttentionSpec, block_n: int, sm_count: int, programs: int) -> int:
+def _splits(spec: AttentionSpec, units: int, block_n: int, sm_count: int, programs: int) -> int:
     """Runs of the longest sequence, so that programs are done with their shares the soonest.
+
+    ``units``: tiles of queries of all key heads and sequences.
 
     A program takes one run after another, so the number of all runs should be a little less than a
     multiple of the number of programs. Runs are short enough that uneven lengths fill the device,
     and not so many that their sums would count.
     """
-    units = spec.batch * spec.heads_kv
     if units >= programs or spec.keys <= 2 * block_n or spec.batch > MAX_DEALT_BATCH:
         return 1
     blocks = -(-spec.keys // block_n)

@@ -1,9 +1,10 @@
 """Where keys are split: runs of blocks of keys, and how they are dealt out to programs.
 
 A run is so many blocks of the keys that a sequence's queries see; the declaration fixes how many,
-so that no result depends on the sequences beside it. A run of one key head is a slot: slots are
-numbered sequence by sequence, in it run by run, key head by key head. How many there are follows
-from the lengths, which the device alone knows: each program works it out for itself.
+so that no result depends on the sequences beside it. A unit is a tile of queries that share a key
+head, and its run a slot: slots are numbered sequence by sequence, in it run by run, unit by unit.
+How many there are follows from the lengths, which the device alone knows: each program works it out
+for itself.
 """
 
 import triton
@@ -15,7 +16,7 @@ from tilewright.engines.triton.attention_masks import key_bounds
 
 @triton.jit
 def deal(
-    len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, heads_kv, left, right, run,
+    len_q, len_kv, len_q_step, len_kv_step, batches, rows, keys, units, left, right, run,
     LEN_Q_IS_SUM: tl.constexpr, LEN_KV_IS_SUM: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
@@ -37,8 +38,16 @@ def deal(
     )
     blocks = tl.cdiv(tl.maximum(end - first // BLOCK_N * BLOCK_N, 0), BLOCK_N)
     runs = tl.where((index < batches) & (count_q > 0), tl.cdiv(blocks, run), 0)
-    slots = runs * heads_kv
+    slots = runs * units
     return index, runs, tl.cumsum(slots, 0) - slots, count_q, count_kv
+
+
+@triton.jit
+def sums_at(slot, group, rows, TILES: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """The first row of sums of a slot: a slot has the rows of a key head, or a whole tile."""
+    if TILES == 1:
+        return slot.to(tl.int64) * (group * rows)
+    return slot.to(tl.int64) * TILE_ROWS
 
 
 @triton.jit

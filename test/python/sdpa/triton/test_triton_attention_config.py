@@ -18,11 +18,12 @@ from tilewright.engines.triton.attention_config import (
     takes_many_tiles,
     whole,
 )
-from tilewright.engines.triton.attention_cost import ranked_configs
+from tilewright.engines.triton.attention_cost import cost_us, facts_of, ranked_configs
 from tilewright.engines.triton.attention_decode_config import (
     MAX_RUNS_A_MULTIPROCESSOR,
     PROGRAMS_A_MULTIPROCESSOR,
     choose_decode_config,
+    query_tiles,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec, read_spec
 from tilewright.graph.enums import knob_type
@@ -369,8 +370,27 @@ def test_what_registers_do_not_take_goes_another_way() -> None:
 
 
 def test_other_declarations_are_not_for_the_kernel_of_few_queries() -> None:
-    for spec in (spec_of(17), spec_of(16, heads=(16, 2)), with_dropout()):
+    for spec in (spec_of(17), with_dropout()):
         assert choose_decode_config(spec, 132) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("rows", "heads", "tiles"),
+    [(16, (32, 4), 2), (4, (32, 1), 2), (1, (128, 1), 2), (9, (32, 4), 2)],
+)
+def test_more_queries_than_a_tile_has_are_several_tiles(
+    device: str, rows: int, heads: tuple[int, int], tiles: int
+) -> None:
+    count, _ = DEVICES[device]
+    spec = spec_of(rows, 32768, batch=1, heads=heads)
+    config = choose_decode_config(spec, count)
+    assert config is not None and config.block_m == 64 and query_tiles(spec, 64) == tiles
+    # Its keys are split, and it is ranked in front of the kernel that reads them for each head.
+    assert tiles * heads[1] * config.splits >= 0.75 * PROGRAMS_A_MULTIPROCESSOR * count
+    assert ranked_configs(spec, count)[0] == config
+    facts = facts_of(count)
+    assert cost_us(spec, config, facts) < cost_us(spec, choose_config(spec, count), facts)
 
 
 def with_dropout() -> AttentionSpec:

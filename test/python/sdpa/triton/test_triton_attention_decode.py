@@ -22,7 +22,7 @@ PAGE = 16
 KEYS = 530
 # The edges of a page, of a block of keys and of a run of blocks; nothing, one key, and all.
 LENGTHS = ([0, 1, PAGE - 1, KEYS], [PAGE, PAGE + 1, 0, 129], [255, 256, 257, KEYS - 1])
-HEADS, HEADS_KV, DEPTH = 4, 1, 16
+HEADS, DEPTH = (4, 1), 16
 GUARD = 64
 
 
@@ -37,18 +37,22 @@ class Decode:
         page: int = 0,
         depth: int = DEPTH,
         depth_v: int = DEPTH,
+        heads: tuple[int, int] = HEADS,
         dtype: torch.dtype = torch.float16,
+        is_split: bool = True,
         **masks: Any,
     ) -> None:
         self.lengths, self.rows, self.page = lengths, rows, page
         self.depth, self.depth_v = depth, depth_v
-        self.is_causal = bool(masks)
+        self.heads, heads_kv = heads
+        self.group = self.heads // heads_kv
+        self.is_causal, self.is_split = bool(masks), is_split
         generator = torch.Generator().manual_seed(rows + page)
         self.batch = batch = len(lengths)
         self.graph = tw.Graph(io_data_type=dtype, handle=tw.create_handle(DEVICE))
-        self.q = torch.randn(batch, HEADS, rows, depth, generator=generator).to(dtype)
+        self.q = torch.randn(batch, self.heads, rows, depth, generator=generator).to(dtype)
         self.k, self.v = (
-            torch.randn(batch, HEADS_KV, KEYS, width, generator=generator).to(dtype)
+            torch.randn(batch, heads_kv, KEYS, width, generator=generator).to(dtype)
             for width in (depth, depth_v)
         )
         used = torch.arange(KEYS) < torch.tensor(lengths)[:, None]
@@ -61,12 +65,12 @@ class Decode:
                 continue
             entries = -(-KEYS // page)
             width = x.shape[3]
-            whole = torch.full((batch, HEADS_KV, entries * page, width), torch.nan, dtype=dtype)
+            whole = torch.full((batch, heads_kv, entries * page, width), torch.nan, dtype=dtype)
             whole[:, :, :KEYS] = hidden
             order = torch.randperm(batch * entries, generator=generator)
-            container = torch.empty(batch * entries, HEADS_KV, page, width, dtype=dtype)
-            pages = whole.view(batch, HEADS_KV, entries, page, width).transpose(1, 2)
-            container[order] = pages.reshape(-1, HEADS_KV, page, width)
+            container = torch.empty(batch * entries, heads_kv, page, width, dtype=dtype)
+            pages = whole.view(batch, heads_kv, entries, page, width).transpose(1, 2)
+            container[order] = pages.reshape(-1, heads_kv, page, width)
             table = order.view(batch, 1, entries, 1).int()
             for number, length in enumerate(lengths):
                 # An entry that no key needs names no page.
@@ -99,17 +103,17 @@ class Decode:
     def run(self, fill: int = 0xAB) -> tuple[torch.Tensor, torch.Tensor]:
         """O and Stats; every byte around them and around the workspace is as it was."""
         size = self.graph.get_workspace_size()
-        assert size > 0, "keys are split"
+        assert (size > 0) == self.is_split
         raw = torch.full((size + 2 * 256,), fill, dtype=torch.uint8, device=DEVICE)
         outs = {}
         for tensor, width, dtype in (
             (self.o, self.depth_v, self.q.dtype),
             (self.stats, 1, torch.float32),
         ):
-            count = self.batch * HEADS * self.rows * width
+            count = self.batch * self.heads * self.rows * width
             outs[tensor] = torch.full((count + 2 * GUARD,), 77.0, dtype=dtype, device=DEVICE)
         inner = {
-            tensor: x[GUARD:-GUARD].view(self.batch, HEADS, self.rows, -1)
+            tensor: x[GUARD:-GUARD].view(self.batch, self.heads, self.rows, -1)
             for tensor, x in outs.items()
         }
         self.graph.execute({**self.pack, **inner}, raw[256:-256])
@@ -121,8 +125,8 @@ class Decode:
     def check(self, o: torch.Tensor, stats: torch.Tensor) -> None:
         """Against float64, a row at a time."""
         for batch, length in enumerate(self.lengths):
-            for head in range(HEADS):
-                kv = head // (HEADS // HEADS_KV)
+            for head in range(self.heads):
+                kv = head // self.group
                 scores = self.q[batch, head].double() @ self.k[batch, kv, :length].double().T
                 scores *= self.depth**-0.5
                 for row in range(self.rows):
@@ -147,6 +151,37 @@ class Decode:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_lengths_at_every_edge(lengths: list[int], rows: int, page: int) -> None:
     call = Decode(rows, lengths, page=page)
+    call.check(*call.run())
+
+
+# (heads, queries) of which a key head's are more than one tile holds, whole tiles and not.
+SEVERAL_TILES = [((5, 1), 13), ((9, 1), 16), ((24, 2), 6), ((70, 1), 1), ((4, 1), 16), ((66, 1), 2)]
+
+
+@pytest.mark.parametrize("page", [0, PAGE])
+@pytest.mark.parametrize(
+    ("heads", "rows"),
+    [
+        pytest.param(heads, rows, marks=pytest.mark.L0 if number < 3 else pytest.mark.L1)
+        for number, (heads, rows) in enumerate(SEVERAL_TILES)
+    ],
+)
+def test_queries_of_several_tiles(heads: tuple[int, int], rows: int, page: int) -> None:
+    lengths = [KEYS - 1]
+    if HAS_GPU or heads[0] * rows <= 128:
+        # Of so few tiles the keys of more sequences are split.
+        lengths = [2, KEYS - 1] if not HAS_GPU else [2, PAGE + 1, 0, KEYS - 1]
+    call = Decode(rows, lengths, page=page, heads=heads, use_causal_mask_bottom_right=True)
+    call.check(*call.run())
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("page", [0, PAGE])
+def test_queries_of_several_tiles_of_whole_sequences(page: int) -> None:
+    # As many as there are programs for: no keys are split.
+    lengths = [2, PAGE + 1, 0, KEYS - 1] * (300 if HAS_GPU else 1)
+    masks = {"use_causal_mask_bottom_right": True, "is_split": False}
+    call = Decode(13, lengths, page=page, heads=(5, 1), **masks)
     call.check(*call.run())
 
 
