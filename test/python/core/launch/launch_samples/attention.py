@@ -22,6 +22,48 @@ def attention_without_hopper(d: Declaring) -> None:
     attention(d)
 
 
+def attention_of_whole_tiles(d: Declaring) -> None:
+    # Rows of warp groups that are full, where the compiler deals loops to them.
+    several_tiles(d, 256, 128)
+
+
+def attention_of_part_tiles(d: Declaring) -> None:
+    several_tiles(d, 200, 128)
+
+
+def attention_of_wide_heads(d: Declaring) -> None:
+    several_tiles(d, 200, 256)
+
+
+def several_tiles(d: Declaring, rows: int, width: int) -> None:
+    d.barred = ("hopper",)
+    dim = (2, 2, rows, width)
+    operands = d("q", dim), d("k", dim), d("v", dim)
+    o, stats = d.graph.sdpa(*operands, generate_stats=True, use_causal_mask=True, attn_scale=0.125)
+    d.out("o", o, dim)
+    d.out("stats", stats, (2, 2, rows, 1), "float32")
+
+
+def attention_gated_behind(d: Declaring) -> None:
+    # So many keys that the gate is a kernel of its own.
+    d.barred = ("hopper",)
+    dim, long = (1, 2, 256, 128), (1, 2, 2048, 128)
+    operands = d("q", dim), d("k", long), d("v", long)
+    o, _ = d.graph.sdpa(*operands, is_inference=True, attn_scale=0.125)
+    d.out("o", d.graph.mul(o, d.graph.sigmoid(d("gate", dim))), dim)
+
+
+def attention_with_its_draws(d: Declaring) -> None:
+    d.barred = ("hopper",)
+    dim, draws = (2, 4, d.rows, 64), d.graph.tensor(name="draws")
+    words = [d.given(name, torch.full((1, 1, 1, 1), 7)) for name in ("seed", "offset")]
+    operands = d("q", dim), d("k", dim), d("v", dim)
+    options = {"dropout": (0.25, *words), "rng_dump": draws}
+    o, _ = d.graph.sdpa(*operands, is_inference=True, attn_scale=0.125, **options)
+    d.out("o", o, dim)
+    d.out("draws", draws, (2, 4, d.rows, d.rows), "float32")
+
+
 def attention_gated(d: Declaring) -> None:
     d.barred = ("hopper",)
     dim = (2, 4, d.rows, 64)
@@ -162,42 +204,57 @@ def attention_fp8(d: Declaring, keys: int, **masks: bool) -> None:
         d.out(name, tensor, one, "float32")
 
 
-def ragged(d: Declaring, name: str, heads: int, width: int, data_type: Any = None) -> Any:
+# Tokens of two packed sequences: their starts, lengths, the most of one, and all that there are.
+STARTS, LENGTHS, MOST, ALL = (0, 21, 42), (20, 11), 32, 63
+
+
+def ragged(
+    d: Declaring, name: str, heads: int, width: int, data_type: Any = None, times: int = 1
+) -> Any:
     """An operand of two sequences of at most 32 rows, with rows of neither between them."""
-    dim, unit = (2, heads, 32, width), heads * width
-    layout = {"ragged_offset": sequence_starts(d), "ragged_offset_multiplier": unit}
-    stride = (32 * unit, width, unit, 1)
-    return d.graph.tensor(dim, stride, data_type, name=name, **layout)
+    rows, unit = MOST * times, heads * width
+    layout = {"ragged_offset": sequence_starts(d, times), "ragged_offset_multiplier": unit}
+    stride = (rows * unit, width, unit, 1)
+    return d.graph.tensor((2, heads, rows, width), stride, data_type, name=name, **layout)
 
 
-def sequence_starts(d: Declaring) -> Any:
+def sequence_starts(d: Declaring, times: int = 1) -> Any:
     # Turned round, as a test may do, they are still apart and within what the buffers own.
     if "starts" not in d.values:
-        starts = torch.tensor([0, 21, 42], dtype=torch.int64)
+        starts = torch.tensor(STARTS, dtype=torch.int64) * times
         d.shared["starts"] = d.given("starts", starts.view(3, 1, 1, 1))
     return d.shared["starts"]
 
 
-def sequence_lengths(d: Declaring) -> dict[str, Any]:
-    lengths = torch.tensor([20, 11], dtype=torch.int32).view(2, 1, 1, 1)
+def sequence_lengths(d: Declaring, times: int = 1) -> dict[str, Any]:
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32).view(2, 1, 1, 1) * times
     names = ("seq_len_q", "seq_len_kv")
     return {"use_padding_mask": True, **{name: d.given(name, lengths) for name in names}}
 
 
-def ragged_out(d: Declaring, name: str, tensor: Any, heads: int, width: int, kind: Any) -> None:
-    d.out(name, tensor, (2, heads, 32, width), kind)
-    unit = heads * width
-    tensor.set_stride((32 * unit, width, unit, 1)).set_ragged_offset(sequence_starts(d))
-    tensor.set_ragged_offset_multiplier(unit)
+def ragged_out(
+    d: Declaring, name: str, tensor: Any, heads: int, width: int, kind: Any, times: int = 1
+) -> None:
+    rows, unit = MOST * times, heads * width
+    d.out(name, tensor, (2, heads, rows, width), kind)
+    tensor.set_stride((rows * unit, width, unit, 1))
+    tensor.set_ragged_offset(sequence_starts(d, times)).set_ragged_offset_multiplier(unit)
 
 
-def attention_ragged(d: Declaring) -> None:
+def attention_ragged(d: Declaring, width: int = 64, times: int = 1) -> None:
     d.barred = d.barred or ("hopper",)
-    operands = (ragged(d, name, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
-    options = {"use_causal_mask": True, "max_total_seq_len_q": 63, **sequence_lengths(d)}
-    o, stats = d.graph.sdpa(*operands, generate_stats=True, attn_scale=0.125, **options)
-    ragged_out(d, "o", o, 4, 64, None)
-    ragged_out(d, "stats", stats, 4, 1, "float32")
+    heads = (("q", 4), ("k", 2), ("v", 2))
+    operands = [ragged(d, name, count, width, times=times) for name, count in heads]
+    options = {"use_causal_mask": True, "max_total_seq_len_q": ALL * times}
+    options |= {"attn_scale": 0.125, **sequence_lengths(d, times)}
+    o, stats = d.graph.sdpa(*operands, generate_stats=True, **options)
+    ragged_out(d, "o", o, 4, width, None, times)
+    ragged_out(d, "stats", stats, 4, 1, "float32", times)
+
+
+def attention_ragged_of_several_tiles(d: Declaring) -> None:
+    # So many that warp groups pay.
+    attention_ragged(d, width=128, times=64)
 
 
 def attention_backward_ragged(d: Declaring) -> None:
@@ -227,6 +284,16 @@ def attention_decode(d: Declaring) -> None:
     )
     d.out("o", o, (2, 8, 1, 64))
     d.out("stats", stats, (2, 8, 1, 1), "float32")
+
+
+def attention_decode_of_several_tiles(d: Declaring) -> None:
+    # 128 queries of a key head.
+    d.barred = ("hopper",)
+    operands = d("q", (2, 16, 16, 128)), d("k", (2, 2, 4096, 128)), d("v", (2, 2, 4096, 128))
+    masks = {"use_causal_mask_bottom_right": True}
+    o, stats = d.graph.sdpa(*operands, generate_stats=True, attn_scale=0.125, **masks)
+    d.out("o", o, (2, 16, 16, 128))
+    d.out("stats", stats, (2, 16, 16, 1), "float32")
 
 
 def attention_decode_in_registers(d: Declaring) -> None:
