@@ -41,6 +41,7 @@ DIRECTIONS = {
     "plain scores, dense": (_PLAIN, "test_dense"),
     "plain scores, packed": (_PLAIN, "test_packed"),
     "plain scores, few queries": (_PLAIN, "test_few_queries"),
+    "plain scores, several tiles": (_PLAIN, "test_queries_of_several_tiles"),
     "plain scores, backward": (_PLAIN, "test_backward"),
 }
 ON_HOPPER = {

@@ -19,8 +19,13 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 DEVICE = "cuda" if HAS_GPU else "cpu"
 GUARD = 64
+# The first ones have the most pairs.
+SMOKE = 12
 SAMPLE = [
-    replace(backward_case(case), rows=rows, keys=keys, seed=number)
+    pytest.param(
+        replace(backward_case(case), rows=rows, keys=keys, seed=number),
+        marks=pytest.mark.L0 if number < SMOKE else pytest.mark.L1,
+    )
     for number, case in enumerate(all_pairs(seed=2, most=60))
     for rows, keys in (SMALL_EXTENTS[number % len(SMALL_EXTENTS)],)
 ]
@@ -77,7 +82,6 @@ def test_each_feature(case: Case) -> None:
     DeclaredBackward(backward_case(case), DEVICE).run(execute)
 
 
-@pytest.mark.L1
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_sample_of_all_pairs(case: Case) -> None:
     DeclaredBackward(case, DEVICE, is_deterministic=case.seed % 2 == 0).run(execute)

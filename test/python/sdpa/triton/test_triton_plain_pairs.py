@@ -52,6 +52,9 @@ OF_FEW = {
     "place": ("dense", "paged_1", "paged_16", "paged_24", "paged_128"),
 }
 FEW = all_pairs(seed=32, levels={**PLAIN, **OF_FEW})
+# The queries of a key head are more than a tile holds.
+OF_TILES = {**OF_FEW, "heads": ((20, 1), (40, 2)), "sizes": ((64, 64), (128, 128), (256, 256))}
+TILES = all_pairs(seed=34, levels={**PLAIN, **OF_TILES})
 OF_BACKWARD = {"band": ("open", "causal", "bottom_right"), "values": ("normal", "large")}
 BACKWARD = [backward_case(case) for case in all_pairs(seed=33, levels={**PLAIN, **OF_BACKWARD})]
 # Rows of whole warp groups, and others; keys of whole blocks, and others.
@@ -154,6 +157,19 @@ def test_few_queries(
     )
     cases = (Declared(c, "cuda", start="promised") for c in drawn)
     run(cases, Run(attention, (f"attention_decode_{way}",), runs * is_joined), record_property)
+
+
+@pytest.mark.parametrize("number", range(len(TILES)))
+def test_queries_of_several_tiles(number: int, record_property: Any) -> None:
+    rows = (4, 7, 16)[number % 3]
+    drawn = (
+        replace(
+            TILES[number], rows=rows, keys=keys, batch=1 + index % 3, seed=1000 * number + index
+        )
+        for index, keys in enumerate(FEW_KEYS)
+    )
+    cases = (Declared(c, "cuda", start="promised") for c in drawn)
+    run(cases, Run(attention, ("attention_decode",)), record_property)
 
 
 @pytest.mark.parametrize("number", range(len(BACKWARD)))

@@ -108,7 +108,8 @@ def all_pairs(
     """Cases in which every legal pair of two factors' levels occurs, or the first ``most``.
 
     Greedy: of some drawn candidates the one with the most new pairs is taken, until no drawn case
-    brings any. Factors without ``levels`` stay plain.
+    brings any; each pair that was never drawn gets a case of its own, among other drawn levels.
+    Factors without ``levels`` stay plain.
     """
     draw = random.Random(seed)
     covered: set[tuple[object, ...]] = set()
@@ -122,6 +123,21 @@ def all_pairs(
         if new:
             covered |= new
             chosen.append(best)
+    if most is not None:
+        return chosen
+    in_order = [(name, levels[name]) for name in LEVELS if name in levels]
+    for (name, choices), (other, others) in itertools.combinations(in_order, 2):
+        for level, second in itertools.product(choices, others):
+            if ((name, level), (other, second)) in covered:
+                continue
+            asked = {name: level, other: second}
+            candidates = [legal(replace(_drawn(draw, levels), **asked)) for _ in range(40)]
+            # Beside other levels, either of them may have yielded.
+            kept = [case for case in candidates if (name, level) in factors(case)]
+            kept = [case for case in kept if (other, second) in factors(case)]
+            if kept:
+                chosen.append(max(kept, key=lambda case: len(_pairs(case) - covered)))
+                covered |= _pairs(chosen[-1])
     return chosen
 
 
