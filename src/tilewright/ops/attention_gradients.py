@@ -12,6 +12,9 @@ from tilewright.ops.attention_declaring import stepped
 from tilewright.ops.attention_records import Call
 from tilewright.ops.first_order import first_order
 
+# Columns beside those of v, of which one is used: head sizes stay multiples of eight.
+_EXTRA = 8
+
 
 class AttentionFunction(torch.autograd.Function):
     """O and Stats with gradients for q, k, v, bias and sink."""
@@ -71,13 +74,20 @@ def attention_gradients(
     do = torch.zeros_like(o) if do is None else stepped(do)
     if dstats is None:
         return attention_backward(call, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
-    dsink_of_stats = _sink_share(call, stats, dstats)
+    alone, sink_of_alone = _of_the_sink_alone(call, stats, dstats)
     # dStats is a column of dO there, and 16 bits would round it, or overflow.
-    wide, o, do = _with_stats_gradient(_widened(call), _widen(o), _widen(do), dstats)
-    grads = attention_backward(wide, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
-    grads["dv"] = grads["dv"][..., : call.operands["v"].shape[-1]]
-    if want_dsink and dsink_of_stats is not None:
-        grads["dsink"] = grads["dsink"] + dsink_of_stats
+    wide, o, do = _with_stats_gradient(_widened(call), _widen(o), _widen(do), stats, dstats, alone)
+    width = call.operands["v"].shape[-1]
+    try:
+        grads = attention_backward(wide, o, stats, do, want_dbias=want_dbias, want_dsink=want_dsink)
+    except NotSupportedError as error:
+        raise NotSupportedError(
+            f"a loss on Stats takes the backward in float32 and with {_EXTRA} more columns of v, "
+            f"which has {width}: {error}"
+        ) from error
+    grads["dv"] = grads["dv"][..., :width]
+    if want_dsink and sink_of_alone is not None:
+        grads["dsink"] = grads["dsink"] + sink_of_alone
     return {name: grad.to(call.operands[name[1:]].dtype) for name, grad in grads.items()}
 
 
@@ -92,51 +102,60 @@ def _widened(call: Call) -> Call:
 
 
 def _with_stats_gradient(
-    call: Call, o: torch.Tensor, do: torch.Tensor, dstats: torch.Tensor
+    call: Call,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    stats: torch.Tensor,
+    dstats: torch.Tensor,
+    alone: torch.Tensor,
 ) -> tuple[Call, torch.Tensor, torch.Tensor]:
     """Fold a gradient of Stats into the operands of the backward operation.
 
-    d Stats / d S is P, so a loss on Stats adds P * dStats to dS = P * (dO V^T - rowsum(dO * O)).
-    One more column does that: V gets ones, dO gets dStats, O gets zeros.
+    d Stats / d S is P, and d Stats / d sink is exp(sink - Stats): each is what multiplies -Delta,
+    in dS = P * (M dO V^T - Delta) with the dropout factor M, and in dsink. So dStats is taken from
+    Delta = rowsum(dO * O) by one more column: O gets 1, dO gets -dStats, V gets 0.
+
+    Of rows that see the sink ``alone``, engines take no Delta: what is left of their P comes by a
+    second column, in which O gets 0, dO gets dStats and V gets 1, and which dropout would drop.
     """
-    if call.options.dropout_p:
-        raise NotSupportedError(
-            "a loss on Stats together with dropout_p > 0 has no backward: Stats is not dropped out"
-        )
     v = call.operands["v"]
-    # Seven more columns of zeros keep the head size a multiple of eight.
-    extra = 8
-    if call.is_packed and call.options.stats_token_major:
-        column = dstats
-    else:
-        column = dstats.transpose(0, 1) if call.is_packed else dstats
-    column = column.to(do.dtype).unsqueeze(-1) if call.is_packed else column.to(do.dtype)
-    ones = torch.zeros((*v.shape[:-1], extra), dtype=v.dtype, device=v.device)
-    ones[..., 0] = 1
-    grown = torch.zeros((*do.shape[:-1], extra), dtype=do.dtype, device=do.device)
-    grown[..., :1] = column
-    operands = {**call.operands, "v": torch.cat((v, ones), dim=-1)}
-    wide = Call(call.options, operands, call.engine, call.stream)
-    return (
-        wide,
-        torch.cat((o, torch.zeros_like(grown)), dim=-1),
-        torch.cat((do, grown), dim=-1),
-    )
+    sees = ~(alone | torch.isneginf(stats))
+
+    def grown(part: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
+        """The part with more columns, of which these are the first, in the layout of Stats."""
+        extra = torch.zeros((*part.shape[:-1], _EXTRA), dtype=part.dtype, device=part.device)
+        for number, column in enumerate(columns):
+            if call.is_packed and not call.options.stats_token_major:
+                column = column.transpose(0, 1)
+            column = column if call.is_packed else column.squeeze(-1)
+            extra[..., number] = column.to(part.dtype)
+        return torch.cat((part, extra), dim=-1)
+
+    wide_v = grown(v)
+    if not call.options.dropout_p:
+        wide_v[..., v.shape[-1] + 1] = 1
+    nothing = torch.zeros_like(dstats)
+    wide = Call(call.options, {**call.operands, "v": wide_v}, call.engine, call.stream)
+    wide_do = grown(do, torch.where(sees, -dstats, nothing), torch.where(alone, dstats, nothing))
+    return wide, grown(o, sees), wide_do
 
 
-def _sink_share(call: Call, stats: torch.Tensor, dstats: torch.Tensor) -> torch.Tensor | None:
-    """What a gradient of Stats gives the sink: exp(sink - Stats) * dStats, summed a head.
+def _of_the_sink_alone(
+    call: Call, stats: torch.Tensor, dstats: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Which rows see the sink and nothing that counts beside it, and dsink of their dStats.
 
-    The extra column does not reach the sink, which has no value row.
+    Of a row without keys the backward operation has no dsink, as O is 0 there.
     """
     sink = call.operands.get("sink")
     if sink is None:
-        return None
+        return torch.zeros_like(stats, dtype=torch.bool), None
     # Heads on axis 0 of what is packed head-major, on axis 1 otherwise.
     head_axis = 0 if call.is_packed and not call.options.stats_token_major else 1
     shape = [1] * stats.dim()
     shape[head_axis] = -1
     share = torch.exp(sink.to(stats.dtype).view(shape) - stats)
     # Rows of no sequence hold -inf and have no share.
-    share = torch.where(torch.isneginf(stats), torch.zeros_like(share), share) * dstats
-    return share.transpose(0, head_axis).flatten(1).sum(1).view(sink.shape)
+    alone = (share >= 1 - 4 * torch.finfo(stats.dtype).eps) & ~torch.isneginf(stats)
+    of_alone = torch.where(alone, share * dstats, torch.zeros_like(dstats))
+    return alone, of_alone.transpose(0, head_axis).flatten(1).sum(1).view(sink.shape)

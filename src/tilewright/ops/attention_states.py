@@ -125,17 +125,17 @@ def _by_pytorch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     compute = _compute_type(o1)
     first, second = stats1.to(compute), stats2.to(compute)
-    # Two empty states have no slope: logaddexp's would be NaN.
     is_empty = torch.isneginf(first) & torch.isneginf(second)
-    stats = torch.logaddexp(first, second.masked_fill(is_empty, 0)).masked_fill(
-        is_empty, -torch.inf
-    )
-    # -inf - -inf is NaN; against 0 an empty pair weighs exp(-inf) = 0.
-    level = stats.masked_fill(is_empty, 0)
+    # Any level gives the same result, so none has a slope; -inf - -inf would be NaN.
+    level = torch.maximum(first, second).detach().masked_fill(is_empty, 0)
+    # Weights by the level, and not by Stats: beside a large one ln 2 is rounded away.
     weights = [torch.exp(part - level).unsqueeze(-1) for part in (first, second)]
+    # The larger state weighs 1. An empty pair has no total, and log 0 no slope.
+    total = (weights[0] + weights[1]).masked_fill(is_empty.unsqueeze(-1), 1)
+    stats = (level + torch.log(total.squeeze(-1))).masked_fill(is_empty, -torch.inf)
     # Weight 0 times a NaN of an empty state would be NaN, in the gradient of the weight too.
     parts = [
         weight * torch.where(weight == 0, torch.zeros((), dtype=compute, device=o.device), o)
         for weight, o in zip(weights, (o1.to(compute), o2.to(compute)), strict=True)
     ]
-    return (parts[0] + parts[1]).to(o1.dtype), stats
+    return ((parts[0] + parts[1]) / total).to(o1.dtype), stats

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.triton.attention_addresses import row_offsets, sequence_length
-from tilewright.engines.triton.attention_masks import LOG2_E
+from tilewright.engines.triton.attention_masks import LOG2_E, in_range
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def attention_backward_sink(
 ):
     """dSink of a head a program: -sum of exp(sink - Stats) Delta over its rows, in order."""
     head = tl.program_id(0).to(tl.int64)
-    value = tl.load(sink + head * sink_head).to(tl.float32) * LOG2_E
+    value = in_range(tl.load(sink + head * sink_head).to(tl.float32)) * LOG2_E
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for batch in range(BATCH):
         line = (batch * HEADS + head) * padded_rows

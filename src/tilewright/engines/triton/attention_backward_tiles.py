@@ -23,6 +23,7 @@ import triton.language as tl
 from tilewright.engines.triton.attention_loop import scalar_value
 from tilewright.engines.triton.attention_masks import (
     LOG2_E,
+    in_range,
     philox_keep,
     tanh_of,
     visible,
@@ -88,7 +89,7 @@ def tile_probabilities(
     else:
         score = products * (scale * LOG2_E)
     if HAS_BIAS:
-        bias = tl.load(bias_at, mask=seen, other=0.0).to(tl.float32)
+        bias = in_range(tl.load(bias_at, mask=seen, other=0.0).to(tl.float32))
         seen = seen & (bias != -float("inf"))
         score += bias * LOG2_E
     if HAS_ALIBI:

@@ -360,10 +360,11 @@ def general_config(spec: AttentionSpec, sm_count: int) -> ForwardConfig:
 def _sm90_tile(spec: AttentionSpec) -> ForwardConfig:
     """Twice the warps where 64 rows of wide sums are beside a bias or draws.
 
-    Four warps had 2 to 3 KB of a thread's registers in memory, and some had too few to compile.
+    Four warps had 2 to 3 KB of a thread's registers in memory, and some had too few to compile; not
+    so beside draws where nothing is hidden.
     """
     tile = _tile(spec, has_room=True)
-    is_crowded = spec.has_philox or spec.has_bias or spec.has_drop_mask
+    is_crowded = spec.has_bias or spec.has_drop_mask or (spec.has_philox and spec.hides_values)
     if is_crowded and spec.depth_v > 128 and tile.block_m == GROUP_ROWS:
         tile = replace(tile, warps=2 * GROUP_WARPS)
     return tile

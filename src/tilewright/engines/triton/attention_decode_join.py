@@ -16,7 +16,7 @@ from tilewright.engines.triton.attention_decode_side import (
     first_rows,
     sum_layout,
 )
-from tilewright.engines.triton.attention_masks import LN_2, LOG2_E
+from tilewright.engines.triton.attention_masks import LN_2, LOG2_E, in_range
 from tilewright.engines.triton.attention_output import gate_factor, rounded
 from tilewright.engines.triton.cluster_exchange import (
     FLAG_BYTES,
@@ -173,7 +173,7 @@ def store_joined(
     head = key_head * group + member
     if sink is not None:
         level = gl.load(sink + head.to(gl.int64) * sink_head, mask=in_declared, other=0.0)
-        level = level.to(gl.float32) * LOG2_E
+        level = in_range(level.to(gl.float32)) * LOG2_E
         new_top = gl.maximum(top, level)
         safe = gl.where(new_top == MINUS_INFINITY, 0.0, new_top)
         fade = gl.exp2(top - safe)

@@ -14,6 +14,18 @@ LN_2 = tl.constexpr(0.6931471805599453)
 MASK_TILE = tl.constexpr(128)
 # The least finite number of float32.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# 2**127 ln 2. Times log2(e) it is 2**127 again, so what Stats keeps of it is the same number.
+_FARTHEST = tl.constexpr(1.1793288193681678e38)
+
+
+@triton.jit
+def in_range(x):
+    """x, a bias or a sink, where it is a number no farther from 0 than is one in base 2.
+
+    Masks are made of the least number of a type, which would be infinite times log2(e).
+    """
+    nearest = tl.minimum(tl.maximum(x, -_FARTHEST), _FARTHEST)
+    return tl.where(tl.abs(x) < float("inf"), nearest, x)
 
 
 @triton.jit
@@ -66,7 +78,7 @@ def changed_scores(
     if HAS_SOFT_CAP:
         score = soft_cap_unit(score, cap_inner, CAP_DIVIDES) * cap_outer
     if HAS_BIAS:
-        bias = tl.load(bias_at, mask=bias_inside, other=0.0).to(tl.float32)
+        bias = in_range(tl.load(bias_at, mask=bias_inside, other=0.0).to(tl.float32))
         score = tl.where(bias == -float("inf"), -float("inf"), score + bias)
     if HAS_ALIBI:
         score += slope * (col - (row + shift)).to(tl.float32)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewright.engines.triton.attention_addresses import row_offsets
-from tilewright.engines.triton.attention_masks import LN_2, LOG2_E
+from tilewright.engines.triton.attention_masks import LN_2, LOG2_E, in_range
 from tilewright.engines.triton.device_math import quick_gate
 
 
@@ -54,7 +54,7 @@ def gate_piece(
 @triton.jit
 def join_sink(acc, acc_2, total, top, sink, HAS_SECOND: tl.constexpr):
     """The sums with a sink among the scores: it has a weight and no value."""
-    level = sink.to(tl.float32) * LOG2_E
+    level = in_range(sink.to(tl.float32)) * LOG2_E
     new_top = tl.maximum(top, level)
     safe = tl.where(new_top == -float("inf"), 0.0, new_top)
     fade = tl.exp2(top - safe)

@@ -94,8 +94,6 @@ def test_these_operators_are_registered() -> None:
 def test_attention(form: str, training: bool) -> None:
     arguments = attention_arguments(form, torch.Generator().manual_seed(1))
     if training:
-        # The check takes a loss on Stats too, which has no backward beside dropout.
-        arguments |= {"dropout_p": 0.0, "seed": None, "offset": None}
         arguments = require_grad(arguments, "q", "k", "v", "bias", "sink")
     check(OPERATORS.sdpa, arguments | {"want_stats": training})
 
@@ -105,8 +103,6 @@ def test_attention(form: str, training: bool) -> None:
 def test_attention_backward(form: str, of_stats: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     arguments = attention_arguments(form, generator)
-    if of_stats:
-        arguments |= {"dropout_p": 0.0, "seed": None, "offset": None}
     o, stats = OPERATORS.sdpa(*arguments.values(), True)
     do = draw(generator, *o.shape)
     dstats = torch.where(torch.isfinite(stats), draw(generator, *stats.shape), 0.0)

@@ -92,6 +92,23 @@ def test_two_caches_merge_to_one() -> None:
     check(ops.merge_states(*first, *second), reference(q, k, v))
 
 
+@pytest.mark.parametrize("engine", [None, "aten"])
+@pytest.mark.parametrize("level", [-1e9, -1e4, 1e6, 1e9])
+def test_states_of_any_level_merge_to_their_mean(level: float, engine: str | None) -> None:
+    # Where ln 2 is lost beside Stats, the weights still add up to 1.
+    outs = [x.requires_grad_(engine is None) for x in draw(4, (3, 4), (3, 4))]
+    stats = torch.tensor([level, level, -torch.inf])
+    other = torch.tensor([level, -torch.inf, -torch.inf])
+    o, merged = ops.merge_states(outs[0], stats, outs[1], other, engine=engine)
+    want = torch.stack(((outs[0][0] + outs[1][0]) / 2, outs[0][1], torch.zeros(4)))
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(merged, torch.tensor([level + math.log(2), level, -torch.inf]))
+    if engine is None:
+        first, second = torch.autograd.grad(o.sum(), outs)
+        torch.testing.assert_close(first[:, 0], torch.tensor([0.5, 1.0, 0.0]))
+        torch.testing.assert_close(second[:, 0], torch.tensor([0.5, 0.0, 0.0]))
+
+
 def test_refusals_name_the_argument() -> None:
     q, k, v = problem(1)
     with pytest.raises(BindingError, match="seqlens_kv: shape"):

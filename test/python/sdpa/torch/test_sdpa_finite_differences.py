@@ -76,8 +76,6 @@ FEATURES: dict[str, tuple[Callable[..., Any], Leaves]] = {
         | {"gate": normal(5, 2, HEADS, ROWS, WIDTH_V)},
     ),
 }
-# Together with dropout a loss on Stats is declined: Stats is not dropped out.
-WITHOUT_STATS = ("packed, dropout", "everything")
 L0 = ("packed", "gate")
 
 
@@ -86,8 +84,6 @@ def check(name: str) -> None:
 
     def call(*tensors: torch.Tensor) -> Any:
         o, stats = function(**dict(zip(leaves, tensors, strict=True)))
-        if name in WITHOUT_STATS:
-            return o
         # A row that sees nothing has -inf whatever its operands are.
         return o, torch.where(torch.isneginf(stats), torch.zeros_like(stats), stats)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -180,12 +181,32 @@ def test_dropout_replays_by_seed_and_offset() -> None:
 def test_the_backward_drops_what_the_forward_dropped() -> None:
     generator = torch.Generator().manual_seed(13)
     q, k, v = (draw(generator, 1, 1, 4, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
-    assert torch.autograd.gradcheck(
-        lambda *t: ops.sdpa(*t, dropout_p=0.4, seed=1, causal=True), (q, k, v)
-    )
-    o, stats = ops.sdpa(q, k, v, dropout_p=0.4, seed=1, return_stats=True)
-    with pytest.raises(tw.NotSupportedError, match="loss on Stats together with dropout"):
-        (o.sum() + stats.sum()).backward()
+    for return_stats in (False, True):
+        options = {"dropout_p": 0.4, "seed": 1, "causal": True, "return_stats": return_stats}
+        assert torch.autograd.gradcheck(functools.partial(ops.sdpa, **options), (q, k, v))
+
+
+def test_compiled_stats_that_no_loss_reads_are_no_hindrance_to_dropout() -> None:
+    # There zeros come for a gradient that nobody makes, and not None.
+    generator = torch.Generator().manual_seed(14)
+    given = [draw(generator, 1, 2, 5, 16) for _ in range(3)]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ops.sdpa(q, k, v, dropout_p=0.4, seed=3, return_stats=True)[0]
+
+    found = []
+    for function in (call, torch.compile(call, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in given]
+        found.append(torch.autograd.grad(function(*leaves).sum(), leaves))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(eager, compiled)
+
+
+def test_a_loss_on_stats_that_an_engine_declines_says_why(interpreted_functions: None) -> None:
+    q, k, v = (torch.randn(1, 1, 4, 256, requires_grad=True) for _ in range(3))
+    _, stats = ops.sdpa(q, k, v, return_stats=True, engine="triton")
+    with pytest.raises(tw.NotSupportedError, match="and with 8 more columns of v, which has 256"):
+        stats.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -17,6 +17,8 @@ from attention_cases.backward import DeclaredBackward, backward_case
 from attention_cases.case import Case
 from attention_cases.running import Declared
 
+from tilewright import ops
+
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
@@ -161,3 +163,45 @@ def test_a_block_mask_of_several_bytes_a_row(rows: int, keys: int) -> None:
 def test_the_gradients_under_a_block_mask_of_several_bytes_a_row() -> None:
     case = replace(BLOCKS, rows=20, keys=1100, dtype="float16")
     DeclaredBackward(backward_case(case), DEVICE).run(execute)
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(4, 9), (1, 600), (40, 40)])
+def test_a_bias_of_the_least_number_is_a_number(
+    rows: int, keys: int, dtype: torch.dtype, interpreted_functions: None
+) -> None:
+    # Additive masks are made of it: a row that has nothing else sees all of its keys alike.
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v = (
+        torch.randn(1, 2, n, 16, generator=generator).to(dtype).to(DEVICE).requires_grad_()
+        for n in (rows, keys, keys)
+    )
+    bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device=DEVICE)
+    bias[:, :, 0] = torch.finfo(dtype).min
+    bias[:, :, 1:, ::2] = torch.finfo(dtype).min
+    o, stats = ops.sdpa(q, k, v, bias=bias, return_stats=True, engine="triton")
+    scores = (q.double() @ k.double().mT / 4 + bias.double()).softmax(-1)
+    # Of the first row, whatever the queries are: they are lost beside such a number.
+    scores[:, :, 0] = 1 / keys
+    want = scores @ v.double()
+    assert (o.double() - want).abs().max() <= 4 * torch.finfo(dtype).eps * want.abs().max()
+    assert (stats[:, :, 0] < -1e38).all() and torch.isfinite(stats).all()
+    grads = torch.autograd.grad(o.float().sum(), (q, k, v))
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    # In float32 nothing can be added to Stats there, so each key has the weight 1.
+    assert (grads[2][0, :, 0] >= 1).all()
+
+
+@pytest.mark.L0
+@pytest.mark.parametrize("level", [3e38, -3e38])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_sink_near_the_end_of_float32_is_a_number(
+    rows: int, level: float, interpreted_functions: None
+) -> None:
+    q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE) for n in (rows, 300, 300))
+    sink = torch.full((2,), level, device=DEVICE)
+    o, stats = ops.sdpa(q, k, v, sink=sink, return_stats=True, engine="triton")
+    plain = ops.sdpa(q, k, v, engine="triton")
+    assert torch.isfinite(stats).all()
+    assert torch.equal(o, torch.zeros_like(o)) if level > 0 else torch.equal(o, plain)

@@ -94,9 +94,12 @@ def test_no_block_of_16_bits_has_lines_of_its_own(
 
 def test_wide_sums_beside_a_bias_or_draws_have_twice_the_warps_on_sm90() -> None:
     for depth, depth_v, warps in ((256, 256, 8), (128, 192, 8), (192, 128, 4), (128, 128, 4)):
-        for arguments in ({"bias": (1, 1, 2048, 2048)}, {"dropout": 0.1}):
+        hiding = {"dropout": 0.1, "use_causal_mask": True}
+        for arguments in ({"bias": (1, 1, 2048, 2048)}, hiding, {"dropout": 0.1}):
             spec = spec_of(depth=depth, depth_v=depth_v, **arguments)
-            assert choose_config(spec, 132).warps == warps
+            # Draws alone leave registers.
+            expected = 4 if arguments == {"dropout": 0.1} else warps
+            assert choose_config(spec, 132).warps == expected
             assert choose_config(spec, 108).warps == 4
 
 
