@@ -213,6 +213,12 @@ def window(table: Table | None) -> None:
                 return made[0].transpose(1, 2)
 
             peers = {"torch flash": flash}
+        if table is not None:
+            out = torch.empty_like(q)
+            front = functools.partial(
+                cudnn_frontend.attention, q, k, v, out, causal=True, window=width
+            )
+            peers |= cudnn_frontend.peer(front, [out], [next(iter(peers.values()))()], TOLERANCE)
         case = {"kind": "window", "depth": depth, "length": WINDOW_LENGTH}
         case["mask"] = "causal" if width is None else f"window {width}"
         amount = whole if width is None else whole * fraction
@@ -228,6 +234,9 @@ def heavy_tail() -> list[int]:
         share = 1 - torch.rand(1, generator=generator).item()
         lengths.append(int(min(LONGEST, SHORTEST * share**-1.1)))
     lengths[-1] -= sum(lengths) - RAGGED_TOKENS
+    if lengths[-1] < SHORTEST:
+        rest = lengths.pop()
+        lengths[-1] += rest
     return lengths
 
 
@@ -275,9 +284,10 @@ def decode(table: Table | None, page: int) -> None:
             if kind == "even" and table is not None:
                 peers |= torch_peers(q, k, v, enable_gqa=True)
             expected = None if table is None else decoded(q, k, v, used)
-            if expected is not None and kind != "even" and not page:
-                # PyTorch has no call of cuDNN for it.
-                out, lengths = torch.empty_like(q), (torch.ones_like(used), used)
+            if expected is not None and not page:
+                # PyTorch has no call of cuDNN for lengths of their own.
+                out = torch.empty_like(q)
+                lengths = None if kind == "even" else (torch.ones_like(used), used)
                 front = functools.partial(cudnn_frontend.attention, q, k, v, out, lengths=lengths)
                 peers |= cudnn_frontend.peer(front, [out], [expected], TOLERANCE)
             if page and table is not None:

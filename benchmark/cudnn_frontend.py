@@ -109,23 +109,28 @@ def attention(
     o: torch.Tensor,
     causal: bool = False,
     lengths: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
 ) -> Call | None:
     """Forward on (batch, heads, length, head size) operands into ``o``.
 
-    ``lengths``, int32, are those of each sequence's queries and of its keys.
+    ``lengths``, int32, are those of each sequence's queries and of its keys, ``window`` how many
+    keys a query sees, its own among them.
     """
     if module() is None:
         return None
     columns = [count.view(-1, 1, 1, 1).contiguous() for count in lengths or ()]
     graph = new_graph(q.dtype)
     inputs = [graph.tensor_like(tensor) for tensor in (q, k, v, *columns)]
-    out = forward(graph, inputs, q.shape[3], causal)
+    out = forward(graph, inputs, q.shape[3], causal, window)
     out.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
     return prepare(graph, dict(zip((*inputs, out), (q, k, v, *columns, o), strict=True)))
 
 
-def forward(graph: Any, inputs: Sequence[Any], size: int, causal: bool) -> Any:
+def forward(
+    graph: Any, inputs: Sequence[Any], size: int, causal: bool, window: int | None = None
+) -> Any:
     """O of declared q, k, v and, where sequences have their own, lengths of queries and of keys."""
+    band = {} if window is None else {"sliding_window_length": window}
     named = dict(zip(("q", "k", "v", "seq_len_q", "seq_len_kv"), inputs, strict=False))
     out, _ = graph.sdpa(
         name="sdpa",
@@ -134,6 +139,7 @@ def forward(graph: Any, inputs: Sequence[Any], size: int, causal: bool) -> Any:
         attn_scale=size**-0.5,
         use_causal_mask=causal,
         use_padding_mask="seq_len_q" in named,
+        **band,
     )
     return out
 

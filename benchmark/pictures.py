@@ -49,6 +49,8 @@ DECODERS = {
     "torch flash": KERNELS["torch flash"],
     "torch copy": ("a copy of as many bytes in all", "silver"),
 }
+# Kinds of a table of attention that are neither dense nor decoding.
+PACKED = {"ragged": "packed, a heavy tail", "window": "16,384 keys"}
 MASKS = {"full": "full", "none": "full", "causal": "causal", "0": "full", "1": "causal"}
 
 
@@ -85,6 +87,27 @@ def draw_attention_decode(folder: Path) -> Any:
     axes[0].set_ylabel("microseconds")
     axes[-1].legend(fontsize=8)
     figure.suptitle("decoding, 32 query heads on 8 key heads of 128, bfloat16")
+    return figure
+
+
+def draw_attention_packed(folder: Path) -> Any:
+    """TFLOP/s of what a mask lets through: packed sequences, and a window beside its triangle."""
+    rows = [row for row in read_rows(folder / "attention.csv") if row["kind"] in PACKED]
+    cases = list(dict.fromkeys((row["kind"], row["mask"]) for row in rows))
+    names = list(dict.fromkeys(row["who"] for row in rows))
+    figure, axis = pyplot.subplots(figsize=(9, 4.5))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        label, color = KERNELS[name]
+        speeds = {(r["kind"], r["mask"]): float(r["rate"]) for r in rows if r["who"] == name}
+        at = [cases.index(case) + number * width for case in speeds]
+        bars = axis.bar(at, [*speeds.values()], width, label=label, color=color)
+        axis.bar_label(bars, [f"{speed:.0f}" for speed in speeds.values()], fontsize=7)
+    labels = [f"{PACKED[kind]}, {MASKS.get(mask, mask)}" for kind, mask in cases]
+    axis.set_xticks([place + 0.4 - width / 2 for place in range(len(cases))], labels)
+    axis.set_ylabel("TFLOP/s of visible scores")
+    axis.legend(fontsize=8)
+    figure.suptitle("head size 128, bfloat16")
     return figure
 
 
@@ -247,10 +270,11 @@ def draw_launch(folder: Path) -> Any:
 
 
 # By the name of the picture, which is that of its table but for some.
-TABLES = {"attention_decode": "attention"}
+TABLES = {"attention_decode": "attention", "attention_packed": "attention"}
 PICTURES: dict[str, Callable[[Path], Any]] = {
     "attention": draw_attention,
     "attention_decode": draw_attention_decode,
+    "attention_packed": draw_attention_packed,
     "attention_backward": draw_attention_backward,
     "hopper": draw_hopper,
     "hopper_fp8": draw_hopper_fp8,
