@@ -47,6 +47,9 @@ DECLARATIONS = [
     (8, 32, 8, 4, 4096, 64, "none"),
     (32, 8, 8, 1, 1024, 128, "none"),
     (8, 32, 32, 1, 4096, 128, "none"),
+    # More queries of a key head than a tile has.
+    (8, 32, 4, 16, 8192, 128, "none"),
+    (1, 128, 1, 1, 32768, 128, "none"),
 ]  # fmt: skip
 
 

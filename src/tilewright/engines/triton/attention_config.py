@@ -170,8 +170,13 @@ def pieces(size: int) -> tuple[int, int]:
 
 
 def cut(spec: AttentionSpec, config: ForwardConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """``pieces`` of both head sizes, or ``blocks`` on SM90, where parts wait for one another."""
-    if not config.has_maps:
+    """``pieces`` of both head sizes, or ``blocks`` on SM90, where parts wait for one another.
+
+    Tiles of few queries that are less than a warp group's do not multiply as one, and keep pieces.
+    """
+    sharing = config.sharing
+    is_group_of_few = sharing is not None and sharing.has_maps and config.block_m >= GROUP_ROWS
+    if not (config.has_maps or is_group_of_few):
         return pieces(spec.depth), pieces(spec.depth_v)
     block, block_v = blocks(spec)
     return (block, 0), (block_v, 0)

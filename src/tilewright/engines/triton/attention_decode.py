@@ -33,7 +33,7 @@ from tilewright.engines.triton.attention_arguments import (
     takes_tensor_maps,
 )
 from tilewright.engines.triton.attention_combine import attention_combine
-from tilewright.engines.triton.attention_config import ForwardConfig, Sharing, pieces, power_of_two
+from tilewright.engines.triton.attention_config import ForwardConfig, Sharing, cut, power_of_two
 from tilewright.engines.triton.attention_decode_config import DIRECT_ROWS, query_tiles
 from tilewright.engines.triton.attention_loop import (
     attend,
@@ -285,7 +285,8 @@ def decode_plan(
     programs = min(units * runs, sharing.programs) if is_split else units
     # Sums of the rows of one slot.
     tile = spec.rows * spec.group if tiles == 1 else config.block_m
-    width = sum(pieces(spec.depth_v))
+    block, block_v = cut(spec, config)
+    width = sum(block_v)
     scratch = [
         ("sums of values", units * runs * tile * width * 4),
         ("sums of weights", units * runs * tile * 4),
@@ -296,6 +297,7 @@ def decode_plan(
     # More runs than there is room for at once.
     is_shared = units * runs > sharing.programs
     is_mapped = is_split and is_aligned and sharing.has_maps and not is_direct
+    is_mapped = is_mapped and not (block[1] or block_v[1])
     is_mapped = is_mapped and _moves_whole_blocks(spec, config.block_n)
 
     def arguments() -> KernelArguments:
@@ -312,13 +314,17 @@ def decode_plan(
         given.extent("run", run)
         given.extent("all_runs", runs)
         if is_mapped:
-            for name, size in (("k", spec.depth), ("v", spec.depth_v)):
-                box = (1, 1, config.block_n, pieces(size)[0])
+            for name, wide in (("k", block[0]), ("v", block_v[0])):
+                box = (1, 1, config.block_n, wide)
                 given.tensor_map(f"{name}_map", spec.ports[name], box)
         else:
             given.constant(k_map=None, v_map=None)
         rows = power_of_two(spec.rows)
         given.constant(
+            D_BLOCK=block[0],
+            D_BLOCK_2=block[1],
+            DV_BLOCK=block_v[0],
+            DV_BLOCK_2=block_v[1],
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BATCH_BLOCK=power_of_two(spec.batch) if is_split else 1,
@@ -383,8 +389,6 @@ def _joined(given: KernelArguments, spec: AttentionSpec, config: ForwardConfig) 
 def _moves_whole_blocks(spec: AttentionSpec, block_n: int) -> bool:
     """True if the copy engine can bring blocks of keys and values, for plain scores."""
     if spec.changes_scores or spec.is_banded or spec.scale is None or spec.scale <= 0.0:
-        return False
-    if pieces(spec.depth)[1] or pieces(spec.depth_v)[1]:
         return False
     if not spec.is_paged:
         return takes_tensor_maps(spec)

@@ -16,10 +16,10 @@ from tilewright.engines.triton.attention_config import (
     SMALL_PROGRAM_REGISTERS,
     ForwardConfig,
     Sharing,
+    blocks,
     pieces,
     power_of_two,
     shared_bytes_of,
-    whole,
 )
 from tilewright.engines.triton.attention_spec import AttentionSpec
 
@@ -120,7 +120,8 @@ def _shared_bytes(spec: AttentionSpec, block_m: int, block_n: int, stages: int) 
     """Shared memory of a program, at most: queries, loads ahead, and weights between products."""
     item_bytes = spec.data_type.bits // 8
     bias_bytes = spec.ports["bias"].data_type.bits // 8 if spec.has_bias else 0
-    width, width_v = whole(spec.depth), whole(spec.depth_v)
+    # Whole, as tiles of a warp group's rows have them; others have less.
+    width, width_v = blocks(spec)
     ahead = block_n * ((width + width_v) * item_bytes + block_m * bias_bytes)
     used = block_m * (width + block_n) * item_bytes + (stages - 1) * ahead
     return used + REST_BYTES + (block_m * BIAS_REST_BYTES_A_ROW if spec.has_bias else 0)

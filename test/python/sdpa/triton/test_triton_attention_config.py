@@ -377,6 +377,22 @@ def test_other_declarations_are_not_for_the_kernel_of_few_queries() -> None:
         assert choose_decode_config(spec, 132) is None
 
 
+@pytest.mark.parametrize("sizes", [(96, 96), (40, 72), (16, 64)])
+def test_a_warp_group_s_tile_of_few_queries_is_one_piece_on_sm90(sizes: tuple[int, int]) -> None:
+    # As tiles of many queries: with narrower ones beside wider ones the assembler goes wrong.
+    spec = spec_of(16, 4096, heads=(16, 4), depth=sizes[0], depth_v=sizes[1])
+    for count, is_whole in ((132, True), (108, False)):
+        config = choose_decode_config(spec, count)
+        assert config is not None and config.block_m == 64
+        block, block_v = cut(spec, config)
+        assert (block, block_v) == (
+            tuple((size, 0) for size in blocks(spec)) if is_whole else tuple(map(pieces, sizes))
+        )
+    small = spec_of(1, 4096, heads=(16, 4), depth=sizes[0], depth_v=sizes[1])
+    config = choose_decode_config(small, 132)
+    assert config is not None and cut(small, config) == tuple(map(pieces, sizes))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("rows", "heads", "tiles"),
