@@ -76,13 +76,7 @@ def draw_attention_decode(folder: Path) -> Any:
                 name = f"pages of {page}" if page else row["who"]
                 times.setdefault(name, {})[kind] = 1e3 * float(row["ms"])
         names = [name for name in DECODERS if name in times]
-        width = 0.8 / len(names)
-        for number, name in enumerate(names):
-            label, color = DECODERS[name]
-            at = [[*kinds].index(kind) + number * width for kind in times[name]]
-            bars = axis.bar(at, [*times[name].values()], width, label=label, color=color)
-            axis.bar_label(bars, [f"{us:.0f}" for us in times[name].values()], fontsize=7)
-        axis.set_xticks([place + 0.4 - width / 2 for place in range(len(kinds))], [*kinds.values()])
+        _bars(axis, kinds, [(*DECODERS[name], times[name]) for name in names])
         axis.set_title(f"8 sequences, {length} keys declared")
     axes[0].set_ylabel("microseconds")
     axes[-1].legend(fontsize=8)
@@ -93,22 +87,33 @@ def draw_attention_decode(folder: Path) -> Any:
 def draw_attention_packed(folder: Path) -> Any:
     """TFLOP/s of what a mask lets through: packed sequences, and a window beside its triangle."""
     rows = [row for row in read_rows(folder / "attention.csv") if row["kind"] in PACKED]
-    cases = list(dict.fromkeys((row["kind"], row["mask"]) for row in rows))
+    cases = {
+        (row["kind"], row["mask"]): f"{PACKED[row['kind']]}, {MASKS.get(row['mask'], row['mask'])}"
+        for row in rows
+    }
     names = list(dict.fromkeys(row["who"] for row in rows))
     figure, axis = pyplot.subplots(figsize=(9, 4.5))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        label, color = KERNELS[name]
-        speeds = {(r["kind"], r["mask"]): float(r["rate"]) for r in rows if r["who"] == name}
-        at = [cases.index(case) + number * width for case in speeds]
-        bars = axis.bar(at, [*speeds.values()], width, label=label, color=color)
-        axis.bar_label(bars, [f"{speed:.0f}" for speed in speeds.values()], fontsize=7)
-    labels = [f"{PACKED[kind]}, {MASKS.get(mask, mask)}" for kind, mask in cases]
-    axis.set_xticks([place + 0.4 - width / 2 for place in range(len(cases))], labels)
+    speeds = [
+        {(r["kind"], r["mask"]): float(r["rate"]) for r in rows if r["who"] == n} for n in names
+    ]
+    _bars(axis, cases, [(*KERNELS[name], found) for name, found in zip(names, speeds, strict=True)])
     axis.set_ylabel("TFLOP/s of visible scores")
     axis.legend(fontsize=8)
     figure.suptitle("head size 128, bfloat16")
     return figure
+
+
+def _bars(axis: Any, cases: Mapping[Any, str], kernels: Sequence[Any]) -> None:
+    """Groups of bars, a group a case, whose labels ``cases`` holds.
+
+    ``kernels`` are (label, color, heights by case), in the order in which their bars lie.
+    """
+    width = 0.8 / len(kernels)
+    for number, (label, color, heights) in enumerate(kernels):
+        at = [[*cases].index(case) + number * width for case in heights]
+        bars = axis.bar(at, [*heights.values()], width, label=label, color=color)
+        axis.bar_label(bars, [f"{height:.0f}" for height in heights.values()], fontsize=7)
+    axis.set_xticks([place + 0.4 - width / 2 for place in range(len(cases))], [*cases.values()])
 
 
 def draw_hopper(folder: Path) -> Any:

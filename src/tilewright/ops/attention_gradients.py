@@ -12,7 +12,7 @@ from tilewright.ops.attention_declaring import stepped
 from tilewright.ops.attention_records import Call
 from tilewright.ops.first_order import first_order
 
-# Columns beside those of v, of which one is used: head sizes stay multiples of eight.
+# Columns beside those of v, of which two are used: head sizes stay multiples of eight.
 _EXTRA = 8
 
 

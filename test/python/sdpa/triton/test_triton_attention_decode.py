@@ -179,7 +179,7 @@ def test_queries_of_several_tiles(heads: tuple[int, int], rows: int, page: int) 
 @pytest.mark.parametrize("page", [0, PAGE])
 def test_queries_of_several_tiles_of_whole_sequences(page: int) -> None:
     # As many as there are programs for: no keys are split.
-    lengths = [2, PAGE + 1, 0, KEYS - 1] * (300 if HAS_GPU else 1)
+    lengths = [2, PAGE + 1, 0, KEYS - 1] * (40 if HAS_GPU else 1)
     masks = {"use_causal_mask_bottom_right": True, "is_split": False}
     call = Decode(13, lengths, page=page, heads=(5, 1), **masks)
     call.check(*call.run())

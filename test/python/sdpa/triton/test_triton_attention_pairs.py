@@ -35,7 +35,7 @@ from tilewright.errors import NotSupportedError
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs an NVIDIA GPU")
 
-# About 84 cases: 3,000 calls, two of three cases with many queries, one with few.
+# About 100 cases: 3,500 calls, two of three cases with many queries, one with few.
 CASES = all_pairs(seed=0)
 # Few queries whose keys are split, which takes neither dropout nor block masks: 12 calls a case.
 # The queries of 20 heads that share one key head are more than a tile holds.

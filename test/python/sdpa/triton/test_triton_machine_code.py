@@ -86,7 +86,7 @@ def test_every_product_knows_where_its_tiles_lie(
 ) -> None:
     texts = json.loads(run_python(DISASSEMBLE, json.dumps(declarations), timeout_s=600.0))
     found = {what: products(text) for what, text in texts}
-    assert sum(map(len, found.values())) > 30 * len(declarations)
+    assert sum(map(len, found.values())) > 50 * len(declarations)
     assert all(any(what.endswith(f" of {d}, {v}") for what in found) for _, d, v in declarations)
     wrong = {
         what: [product for product in made if not product.is_plain]
