@@ -151,7 +151,7 @@ def _figures(
         for name, seconds in timed.seconds.items()
     ]
     rows += [
-        ("how it was timed", f"medians of {timed.repeats} sweeps a batch, by turns"),
+        ("how it was timed", f"each batch the least of {timed.repeats} sweeps, by turns"),
         ("norms swapped", f"{ours.norms_swapped} LayerNorm modules"),
         (
             "mean similarity",

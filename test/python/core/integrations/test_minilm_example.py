@@ -100,6 +100,24 @@ def test_time_is_told_apart_by_operation() -> None:
     assert not network[0]._forward_hooks and not network[0]._forward_pre_hooks
 
 
+@pytest.mark.L0
+def test_sweeps_that_were_disturbed_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the times are half as long again, for one variant alone: it is as fast."""
+    now, calls = [0.0], collections.Counter()
+
+    def embed(name: str, batch: int) -> None:
+        calls[name, batch] += 1
+        disturbed = name == "ours" and calls[name, batch] % 12 < 6
+        now[0] += (batch + 1) * (1.5 if disturbed else 1.0)
+
+    monkeypatch.setattr(timing, "clock", lambda: now[0])
+    monkeypatch.setattr(timing, "embed", embed)
+    variants = [model.Variant(name, name, 0) for name in ("theirs", "ours")]
+    timed = timing.measure(variants, [0, 1, 2], lambda part: None)
+    assert timed.repeats == timing.MAX_REPEATS
+    assert timed.ratio("ours", "theirs") == pytest.approx(1.0)
+
+
 @pytest.mark.L1
 def test_the_whole_example_passes_and_writes_its_report(tmp_path: Path) -> None:
     try:
