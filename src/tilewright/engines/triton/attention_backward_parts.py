@@ -110,5 +110,7 @@ def attention_backward_sink(
             live = row < padded_rows
             stats = tl.load(lse + line + row, mask=live, other=float("inf"))
             share = tl.load(delta + line + row, mask=live, other=0.0)
-            total += tl.exp2(value - stats) * share
+            # No weight is more than 1; of large numbers the difference, as one operation with the
+            # product, would be what rounding took from one of them.
+            total += tl.exp2(tl.minimum(value - stats, 0.0)) * share
     tl.store(d_sink + head * d_sink_head, (-tl.sum(total)).to(d_sink.dtype.element_ty))

@@ -177,7 +177,8 @@ def store_joined(
         new_top = gl.maximum(top, level)
         safe = gl.where(new_top == MINUS_INFINITY, 0.0, new_top)
         fade = gl.exp2(top - safe)
-        total = total * fade + gl.exp2(level - safe)
+        # As ``join_sink`` has it.
+        total = total * fade + gl.where(level == safe, 1.0, gl.exp2(level - safe))
         acc = acc * gl.expand_dims(fade, 0)
         top = new_top
     total = gl.where(in_rows, total, 0.0)

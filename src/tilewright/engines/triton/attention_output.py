@@ -58,7 +58,9 @@ def join_sink(acc, acc_2, total, top, sink, HAS_SECOND: tl.constexpr):
     new_top = tl.maximum(top, level)
     safe = tl.where(new_top == -float("inf"), 0.0, new_top)
     fade = tl.exp2(top - safe)
-    total = total * fade + tl.exp2(level - safe)
+    # As one operation the product and the difference would leave what rounding took from a large
+    # level, which is more than float32 has a power of 2 for.
+    total = total * fade + tl.where(level == safe, 1.0, tl.exp2(level - safe))
     acc = acc * fade[:, None]
     if HAS_SECOND:
         acc_2 = acc_2 * fade[:, None]
