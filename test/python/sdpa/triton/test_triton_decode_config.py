@@ -1,4 +1,4 @@
-"""Which decoding calls share clusters of warps between two sequences, and their tiles."""
+"""Tiles of decoding calls, and which share clusters of warps between two sequences."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(
-    rows: int, keys: int, batch: int, *, has_lengths: bool = True, **masks: bool
+    rows: int, keys: int, batch: int, *, depth: int = 128, has_lengths: bool = True, **masks: bool
 ) -> AttentionSpec:
     graph = tw.Graph(io_data_type="bfloat16", intermediate_data_type="float32")
-    q = graph.tensor((batch, 32, rows, 128))
-    k, v = (graph.tensor((batch, 8, keys, 128)) for _ in range(2))
+    q = graph.tensor((batch, 32, rows, depth))
+    k, v = (graph.tensor((batch, 8, keys, depth)) for _ in range(2))
     lengths = [graph.tensor((batch, 1, 1, 1), data_type="int32") for _ in range(2)]
     options = {"seq_len_q": lengths[0], "seq_len_kv": lengths[1], "use_padding_mask": True}
     given: dict[str, Any] = {**masks, **(options if has_lengths else {})}
@@ -82,3 +82,29 @@ def test_the_newest_token_alone_sees_all_keys() -> None:
     # Of two the first does not see the last key; from the top left, one sees the first key alone.
     assert spec_of(2, 4096, 8, use_causal_mask_bottom_right=True).right == 0
     assert spec_of(1, 4096, 8, use_causal_mask=True).right == 0
+
+
+@pytest.mark.parametrize(
+    ("depth", "rows", "plain", "hiding"),
+    [
+        (64, 4, (16, 128, 4), (16, 64, 4)),
+        (128, 4, (16, 64, 4), (16, 32, 4)),
+        (128, 16, (64, 64, 4), (64, 32, 4)),
+        (256, 4, (16, 32, 4), (16, 32, 4)),
+        (256, 16, (64, 32, 4), (64, 32, 8)),
+    ],
+)
+def test_where_values_may_be_hidden_a_thread_has_less(
+    depth: int, rows: int, plain: tuple[int, int, int], hiding: tuple[int, int, int]
+) -> None:
+    """(queries, keys, warps) of a tile."""
+
+    def tile(sm_count: int, **masks: bool) -> tuple[int, int, int]:
+        spec = spec_of(rows, 65536, 8, depth=depth, **masks)
+        config = choose_decode_config(spec, sm_count)
+        assert config is not None and not config.is_direct
+        return config.block_m, config.block_n, config.warps
+
+    assert (tile(132), tile(132, use_causal_mask_bottom_right=True)) == (plain, hiding)
+    # Elsewhere nothing was measured.
+    assert tile(108) == tile(108, use_causal_mask_bottom_right=True)
