@@ -96,17 +96,16 @@ def _hopper_packed() -> str:
 
 def _triton_attention() -> str:
     forward = rows("attention", kind="dense", who="tilewright triton")
-    backward = (
-        span(numbers(found, "of_cudnn"))
+    backward = rows("attention_backward", who="tilewright triton quick")
+    depths = (
+        span(numbers((each for each in backward if each["depth"] == depth), "of_cudnn"))
         for depth in ("64", "128", "256")
-        for found in [
-            rows("attention_backward", depth=depth, length="8192", who="tilewright triton quick")
-        ]
     )
     window = row("attention", kind="window", mask="window 1024", who="tilewright triton")
     return (
-        f"forward {span(numbers(forward, 'of_cudnn'))} times cuDNN; backward at 8192 "
-        f"{', '.join(backward)}; a window of 1024 keys of 16384 takes {window['of_visible']} times "
+        f"forward {span(numbers(forward, 'of_cudnn'))} times cuDNN; "
+        f"backward at {span(numbers(backward, 'length'), 0)} {', '.join(depths)}; "
+        f"a window of 1024 keys of 16384 takes {window['of_visible']} times "
         "its share of the causal time"
     )
 
