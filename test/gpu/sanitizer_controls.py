@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from partition_words import line_of_words
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -216,8 +217,10 @@ def main() -> int:
         tile = torch.zeros(16, 64, dtype=torch.float16, device="cuda")
         layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.float16)
         operands.insert(0, TensorDescriptor.from_tensor(tile, [16, 64], layout))
-    kernel[(1,)](*operands, **constants, num_warps=4)
+    compiled = kernel[(1,)](*operands, **constants, num_warps=4)
     torch.cuda.synchronize()
+    told = compiled.metadata
+    print(line_of_words([(told.name, compiled.asm["cubin"], told.num_warps, told.shared)]))
     print("right" if torch.equal(target, source.view(count, 32).flip(1).reshape(-1)) else "wrong")
     return 0
 

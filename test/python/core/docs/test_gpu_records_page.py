@@ -46,6 +46,11 @@ def test_what_failed_is_on_the_page(
         "cases_declined": 3,
         "failed": {"e": "far"},
     }
+
+    def of(tool: str, sample: str, summary: str, status: int) -> dict[str, Any]:
+        return {"tool": tool, "sample": sample, "summary": summary, "status": status}
+
+    dealt, late = ({"partition words": 1, "other": other} for other in (0, 1))
     records = {
         "tests": {
             "pytest": run,
@@ -58,8 +63,12 @@ def test_what_failed_is_on_the_page(
             "verify": [{**check, "broken": ["y is off"]}],
         },
         "sanitizer": {
-            "runs": [{"tool": "memcheck", "sample": "norm", "status": 9, "summary": "1 error"}],
-            "controls": [{"tool": "racecheck", "sample": "ring", "status": 0, "summary": "none"}],
+            "runs": [
+                {**of("memcheck", "norm", "1 error", 9), "clean": False},
+                {**of("racecheck", "dealt", "1 hazard", 9), "reports": dealt, "clean": True},
+                {**of("racecheck", "late", "2 hazards", 9), "reports": late, "clean": False},
+            ],
+            "controls": [{**of("racecheck", "ring", "none", 0), "clean": True}],
         },
         "pairs": {d: {**side, "declined_by_reason": {"why": 3}} for d in ("forward", "backward")},
         "isolation": {"runs": [{"name": "alone", "outcomes": "1 passed", "found_outcomes": "?"}]},
@@ -75,6 +84,9 @@ def test_what_failed_is_on_the_page(
         "| ours, broken | y is off |",
         "memcheck 0 of 1",
         "| memcheck: norm | 1 error |",
+        "memcheck 0 of 1, racecheck 1 of 2.",
+        "| racecheck: dealt | 1 of partition words, 0 of other; clean but for partition words |",
+        "| racecheck: late | 1 of partition words, 1 of other |",
         "racecheck 1 of 1",
         "Forward: 40 cases ran, 3 declined; tests: 2 passed, 1 left out for want of time.",
         "| why | 3 |",
