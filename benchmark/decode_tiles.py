@@ -144,7 +144,7 @@ def measure(table: Table, case: Case) -> None:
     calls = {}
     for tile, knobs in knobs_of(case, dict(first.knobs)).items():
         plan = replace(first, knobs=tuple(knobs.items()))
-        built = BuiltPlan(graph, plan, torch.device(DEVICE))
+        built = BuiltPlan(graph, plan, pack["q"].device)
         workspace = torch.empty(max(built.workspace_bytes, 1), dtype=torch.uint8, device=DEVICE)
         calls[tile] = functools.partial(built.execute, pack, workspace)
         pack["o"].fill_(torch.nan)
