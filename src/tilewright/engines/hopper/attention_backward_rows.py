@@ -156,6 +156,8 @@ def finish_sinks(
     """dSink of a head a program: -sum of exp(sink - Stats) Delta over its rows, in order."""
     head = tl.program_id(0).to(tl.int64)
     value = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
+    # Of a number, a number; and no product that a difference could be fused with.
+    value = tl.minimum(tl.maximum(value, -3.4028234663852886e38), 3.4028234663852886e38)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for batch in range(batches):
         line = (batch * heads + head) * padded_rows
@@ -163,5 +165,6 @@ def finish_sinks(
             row = start + tl.arange(0, ROWS)
             stats = tl.load(lse + line + row, mask=row < padded_rows, other=float("inf"))
             share = tl.load(delta + line + row, mask=row < padded_rows, other=0.0)
-            total += tl.exp2(value - stats) * share
+            # No weight is more than 1, as it would be where Stats are rounded far from 0.
+            total += tl.exp2(tl.minimum(value - stats, 0.0)) * share
     tl.store(d_sink + head * d_sink_head, (-tl.sum(total)).to(d_sink.dtype.element_ty))

@@ -7,7 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewright.engines.hopper.attention_fp8_repair import INFINITY_BITS, magnitudes, note_spoiled
 from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS
-from tilewright.engines.hopper.attention_softmax import LN2, LOG2E, MINUS_INFINITY
+from tilewright.engines.hopper.attention_sinks import with_sink
+from tilewright.engines.hopper.attention_softmax import LN2, MINUS_INFINITY
 from tilewright.engines.hopper.barriers import partition_barrier
 
 
@@ -21,11 +22,7 @@ def row_ends(total, shift, rows, place, sequence, problem, features):
     """
     scaled = 1.0
     if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        new_shift = gl.maximum(shift, sink)
-        scaled = gl.exp2(shift - new_shift)
-        total = total * scaled + gl.exp2(sink - new_shift)
-        shift = new_shift
+        total, shift, scaled = with_sink(total, shift, problem.sink, place.head)
     empty = total == 0.0
     if features.LENGTHS_Q != NO_LENGTHS:
         empty = empty | (rows >= sequence.rows)

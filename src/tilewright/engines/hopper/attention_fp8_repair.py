@@ -16,7 +16,8 @@ from tilewright.engines.hopper.attention_places import (
     place_of,
 )
 from tilewright.engines.hopper.attention_records import NO_LENGTHS, ROWS, product_layout
-from tilewright.engines.hopper.attention_softmax import LOG2E, MINUS_INFINITY
+from tilewright.engines.hopper.attention_sinks import sink_level
+from tilewright.engines.hopper.attention_softmax import MINUS_INFINITY
 from tilewright.engines.hopper.barriers import stores_done
 
 # Columns of Q that are multiplied at a time.
@@ -152,8 +153,7 @@ def summed_anew(place, first, sequence, problem, tiling, features, LAYOUT: gl.co
     rows = first + gl.arange(0, ROWS, of_row)
     top = gl.full([ROWS], MINUS_INFINITY, gl.float32, of_row)
     if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        top = gl.full([ROWS], 0.0, gl.float32, of_row) + sink
+        top = gl.full([ROWS], 0.0, gl.float32, of_row) + sink_level(problem.sink, place.head)
     total = gl.exp2(top - top)
     total = gl.where(top == MINUS_INFINITY, 0.0, total)
     out = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, LAYOUT)

@@ -27,12 +27,8 @@ from tilewright.engines.hopper.attention_records import (
     apart,
     product_layout,
 )
-from tilewright.engines.hopper.attention_softmax import (
-    LOG2E,
-    MINUS_INFINITY,
-    shaped,
-    thread_sums,
-)
+from tilewright.engines.hopper.attention_sinks import sink_level
+from tilewright.engines.hopper.attention_softmax import MINUS_INFINITY, shaped, thread_sums
 from tilewright.engines.hopper.barriers import opaque_zero, stores_done
 
 # Columns of Q that are multiplied at a time.
@@ -149,8 +145,7 @@ def compute_again(
     rows = first + gl.arange(0, ROWS, of_row)
     top = gl.full([ROWS], MINUS_INFINITY, gl.float32, of_row)
     if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        top = gl.full([ROWS], 0.0, gl.float32, of_row) + sink
+        top = gl.full([ROWS], 0.0, gl.float32, of_row) + sink_level(problem.sink, place.head)
     total = gl.exp2(top - top)
     total = gl.where(top == MINUS_INFINITY, 0.0, total)
     out = gl.zeros([ROWS, tiling.DEPTH_V], gl.float32, LAYOUT)

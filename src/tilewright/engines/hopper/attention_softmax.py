@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewright.engines.hopper.attention_places import element
 from tilewright.engines.hopper.attention_records import CAPPED, NO_LENGTHS, PLAIN, ROWS
+from tilewright.engines.hopper.attention_sinks import with_sink
 from tilewright.engines.hopper.barriers import partition_barrier
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
@@ -213,11 +214,7 @@ def finish(acc, top, total, place, first, sequence, problem, features, LATE: gl.
         shift = gl.convert_layout(top, layout) * problem.scale
     scaled = 1.0
     if features.HAS_SINK:
-        sink = gl.load(problem.sink + place.head).to(gl.float32) * LOG2E
-        new_shift = gl.maximum(shift, sink)
-        scaled = gl.exp2(shift - new_shift)
-        total = total * scaled + gl.exp2(sink - new_shift)
-        shift = new_shift
+        total, shift, scaled = with_sink(total, shift, problem.sink, place.head)
     empty = total == 0.0
     if features.LENGTHS_Q != NO_LENGTHS:
         empty = empty | (rows >= sequence.rows)
