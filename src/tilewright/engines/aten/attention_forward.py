@@ -209,9 +209,10 @@ def _write_unseeing(part: Part, outputs: ForwardOutputs, block: Block) -> None:
     )
     total = torch.zeros_like(top)
     if part.sink is not None:
-        top, total = sink_rows(part.sink, block), total.fill_(1.0)
+        top = sink_rows(part.sink, block)
         if part.len_q is not None:
-            beyond = _rows_beyond(part.len_q, block)
-            top, total = top.masked_fill(beyond, -torch.inf), total.masked_fill(beyond, 0.0)
+            top = top.masked_fill(_rows_beyond(part.len_q, block), -torch.inf)
+        # A sink of -inf is as none.
+        total = (top != -torch.inf).to(part.compute)
     shift = top.masked_fill(top == -torch.inf, 0.0)
     _put_statistics(outputs, block, top, shift, total)
