@@ -51,7 +51,11 @@ def summary() -> str:
             _elementwise(),
             "`rope.csv`, `pointwise.csv`",
         ),
-        "host time of a call of three operands, every check included": (_host(), "`launch.csv`"),
+        # The file is of a call that did not yet ask how long each operand's storage is.
+        "host time of a call of three operands, every check but of a storage's length included": (
+            _host(),
+            "`launch.csv`",
+        ),
         "first norm of a process whose kernels are stored": (_first_norm(), "`artifacts.csv`"),
     }
     return table(("what", "measured", "file"), ((what, *told) for what, told in lines.items()))

@@ -8,9 +8,10 @@ every rule and every message; so what is accepted here is a subset of what is ac
 
 Layouts are checked at each call, since a tensor's can change in place: one guard of torch looks at
 all operands, whether they are as those that passed last, and where they are not, each is looked at.
-What depends on addresses alone is not: alignment and overlaps are looked at once for each set of
-addresses, and parameters are packed when the addresses are not those that a block was last filled
-for.
+So is where it lies: in which storage, how far in, and how long the storage is, since that can be
+resized under a tensor. What follows from this alone is not: room, alignment and overlaps are looked
+at once for each set of places, and parameters are packed when the places are not those that a block
+was last filled for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DirectCall = Callable[[Any, Any, Any], bool]
 DirectBind = Callable[[Any, Any], BoundPlan | None]
 # Sets of keys that a plan makes a function for; packs with others take the general way.
 _MAX_FUNCTIONS = 64
-# Sets of addresses that a function remembers as plain; past that it starts anew.
+# Sets of places in memory that a function remembers as plain; past that it starts anew.
 _MAX_PLAIN = 256
 # Sets of layouts for which a function has a guard made; past that the last two stay.
 _MAX_GUARDS = 16
@@ -154,10 +155,12 @@ def _generate(
         lines.append(f"  b{number} = pack[k{number}]")
     lines += ["  pass", " except KeyError:", "  return False"]
     lines += _layout_checks(binder, given, names)
-    facts = [f"p{number}" for number in given]
+    facts = []
     spans = {i: f"p{i} + {_span(binder, i)}" for i in given}
     for number in given:
-        lines.append(f" p{number} = b{number}.data_ptr()")
+        # Its address follows from these, and torch is quicker to tell them.
+        lines.append(f" s{number} = b{number}.untyped_storage()")
+        facts += [f"s{number}.data_ptr()", f"b{number}.storage_offset()", f"len(s{number})"]
         if slots[number].is_flat:
             # It reaches as far as its buffer does.
             lines.append(f" z{number} = b{number}.nbytes")
@@ -166,7 +169,7 @@ def _generate(
                 lines += [f" if z{number} < {slots[number].span_bytes}:", "  return False"]
     lines += _workspace_check(binder.workspace_bytes)
     if binder.workspace_bytes:
-        facts.append("w")
+        facts += ["w", "sw.data_ptr()", "len(sw)"]
     if is_launched:
         lines += [
             " if stream is None:",
@@ -184,6 +187,7 @@ def _generate(
         lines.append(" entry = make()")
     lines += [
         " if entry[0] != facts:",
+        *(f"  p{number} = b{number}.data_ptr()" for number in given),
         "  if facts not in plain:",
         f"   if {' or '.join(_refusals(binder, given, spans, needs_aligned)) or 'False'}:",
         "    give(entry)",
@@ -299,14 +303,19 @@ def _workspace_check(needed: int) -> list[str]:
         " if not (type(workspace) is Tensor and workspace.get_device() == index"
         f" and workspace.is_contiguous() and workspace.nbytes >= {needed}):",
         "  return False",
-        " w = workspace.data_ptr()",
+        " w, sw = workspace.data_ptr(), workspace.untyped_storage()",
     ]
+
+
+def _lacks_room(pointer: str, storage: str, span: int | str) -> str:
+    """A condition: fewer than ``span`` bytes from an address to the end of its storage."""
+    return f"{storage}.data_ptr() + len({storage}) - {pointer} < {span}"
 
 
 def _refusals(
     binder: Binder, given: Sequence[int], spans: Mapping[int, str], needs_aligned: frozenset[int]
 ) -> list[str]:
-    """Conditions on addresses under which a call is not plain."""
+    """Conditions on places in memory under which a call is not plain."""
     masks: dict[int, list[str]] = {}
     for number in given:
         mask = binder.slots[number].alignment_bytes - 1
@@ -317,12 +326,7 @@ def _refusals(
         masks.setdefault(binder.workspace_alignment_bytes - 1, []).append("w")
     found = [f"({' | '.join(pointers)}) & {mask}" for mask, pointers in masks.items() if mask]
     found += [f"not p{number}" for number in given if binder.slots[number].span_bytes]
-    # A storage that is resized under a tensor moves, so it is looked at when addresses change.
-    found += [
-        f"b{number}.untyped_storage().nbytes() - b{number}.storage_offset() * "
-        f"{binder.slots[number].dtype.itemsize} < {_span(binder, number)}"
-        for number in given
-    ]
+    found += [_lacks_room(f"p{i}", f"s{i}", _span(binder, i)) for i in given]
     for written, other, may_share in binder.pairs:
         if written not in given or other not in given:
             continue
@@ -331,6 +335,7 @@ def _refusals(
             overlap += f" and p{written} != p{other}"
         found.append(overlap)
     if binder.workspace_bytes:
+        found.append(_lacks_room("w", "sw", binder.workspace_bytes))
         end = f"w + {binder.workspace_bytes}"
         found += [f"w < {spans[number]} and p{number} < {end}" for number in given]
     return found

@@ -72,8 +72,11 @@ def test_several_kernels_and_their_workspace(
     # L6, B6: refused before any launch; and so is one that is short, or not aligned for kernels.
     fake_driver.take()
     storage = aligned(torch.zeros(256))
+    shrunk = torch.zeros(288, dtype=torch.uint8)
+    shrunk.untyped_storage().resize_(64)
     cases = {
         "none given": None,
+        " 64 bytes": shrunk,
         "287 bytes": space[:287],
         "285 bytes": space[::2][:143],
         " 1 bytes": space[:1].expand(288),
