@@ -153,7 +153,13 @@ def _generate(
     for number in given:
         names[f"k{number}"] = keys[order[number]]
         lines.append(f"  b{number} = pack[k{number}]")
-    lines += ["  pass", " except KeyError:", "  return False"]
+    # Of nested tensors torch's guard cannot ask dims: it ends the process.
+    lines += [
+        f"  if {' or '.join([f'b{number}.is_nested' for number in given]) or 'False'}:",
+        "   return False",
+        " except (AttributeError, KeyError):",
+        "  return False",
+    ]
     lines += _layout_checks(binder, given, names)
     facts = []
     spans = {i: f"p{i} + {_span(binder, i)}" for i in given}

@@ -167,6 +167,19 @@ def test_a_missing_operand_is_never_filled_in(fake_driver: Any, norm: Any) -> No
             built.execute(lacking)
 
 
+def test_a_nested_tensor_is_refused_however_often_a_plan_was_called(
+    fake_driver: Any, norm: Any
+) -> None:
+    # It is contiguous and has elements enough, and torch's guard ends the process at one.
+    built, pack = norm(), operands()
+    nested = {**pack, "x": torch.nested.nested_tensor([pack["x"]])}
+    for _ in range(3):
+        for run in (lambda p: built.execute(p), lambda p: built.bind(p).launch()):
+            kind, message = outcome(fake_driver, functools.partial(run, nested))
+            assert kind == "BindingError" and "'x': a nested tensor" in message
+            assert len(outcome(fake_driver, functools.partial(run, pack))) == 1
+
+
 def test_a_storage_that_shrank_to_where_another_was_is_refused(
     fake_driver: Any, build: Any, make_kernel: Any
 ) -> None:
@@ -236,6 +249,7 @@ def changes(draw: random.Random, pack: dict[str, Any]) -> dict[str, Any]:
     wide = torch.zeros(2 * ROWS * WIDTH + 8)
     skip = -wide.data_ptr() % 16 // 4
     new: list[Callable[[], Any]] = [
+        lambda: torch.nested.nested_tensor([buffer, buffer]),
         lambda: operands()[name],
         lambda: wide[skip : skip + buffer.numel()].view(buffer.shape),
         lambda: wide[skip + 1 : skip + 1 + buffer.numel()].view(buffer.shape),
