@@ -1,5 +1,7 @@
 """Host time of a call with three operands, against a bare driver call and other front ends.
 
+Beside them attention by the functions, ours and PyTorch's.
+
     python benchmark/launch_gpu.py
 
 One run measures everything, medians of interleaved rounds; the operation is small, so the device
@@ -78,6 +80,17 @@ def cudnn_calls(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> dict[
     return made
 
 
+def attention_calls() -> dict[str, Call]:
+    """Attention that is over before the next call is made, by our functions and PyTorch's."""
+    q, k, v = (torch.randn(1, 4, 64, 64, device="cuda").bfloat16() for _ in range(3))
+    new, lengths = q[:, :, :1].contiguous(), torch.full((1,), 64, device="cuda").int()
+    return {
+        "ops.sdpa": lambda: ops.sdpa(q, k, v),
+        "torch scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, k, v),
+        "ops.sdpa_decode": lambda: ops.sdpa_decode(new, k, v, lengths),
+    }
+
+
 def main() -> None:
     x, y = (torch.randn(32, WIDTH, device="cuda").bfloat16() for _ in range(2))
     weight = torch.ones(WIDTH, device="cuda").bfloat16()
@@ -98,6 +111,7 @@ def main() -> None:
         "graph.bind": lambda: graph.bind(pack),
         "ops.rms_norm": lambda: ops.rms_norm(x, weight),
         "torch rms_norm": lambda: F.rms_norm(x, (WIDTH,), weight),
+        **attention_calls(),
     }
     peers = cudnn_calls(x, weight, y)
     calls |= {name: call for name, call in peers.items() if not isinstance(call, str)}

@@ -20,7 +20,12 @@ from tilewright.ops.attention_arguments import (
     require_heads,
 )
 from tilewright.ops.attention_dispatch import attend
+from tilewright.ops.attention_repeat import Arguments, Way, with_types_of
+from tilewright.ops.repeats import Repeats
 from tilewright.ops.streams import lowered
+
+_CALLS: Repeats[Way] = Repeats()
+_OPERANDS = ("q", "k", "v", "bias", "sink", "seqlens_q", "seqlens_kv")
 
 
 @lowered("q", "k", "v")
@@ -91,6 +96,17 @@ def sdpa(
 
     Source: Vaswani and others 2017 (arXiv:1706.03762).
     """
+    arguments = None
+    if mask is None and gate is None and stream is None:
+        values = with_types_of(
+            *(window, causal, align, scale, alibi, soft_cap),
+            *(dropout_p, deterministic, return_stats, engine),
+        )
+        tensors = (q, k, v, bias, sink, seqlens_q, seqlens_kv, out)
+        arguments = Arguments(_CALLS, _OPERANDS, tensors, values)
+        result = arguments.repeated()
+        if result is not None:
+            return result
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         require_float(name, require_tensor(name, tensor, 4))
         require_device(name, tensor, q.device)
@@ -121,6 +137,7 @@ def sdpa(
         out=out,
         engine=engine,
         stream=stream,
+        arguments=arguments,
     )
 
 

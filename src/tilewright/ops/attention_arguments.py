@@ -155,12 +155,17 @@ def require_integers(name: str, tensor: torch.Tensor, device: torch.device) -> N
 
 
 def require_length(name: str, value: Any) -> int:
-    """``value`` as an int >= 0."""
+    """``value`` as an int from 0 to 2**63 - 1."""
     # In a trace a length may be read of a tensor that is not there yet: an int of which nothing
     # is known, and whose attributes cannot be asked for.
     is_whole = isinstance(value, int) or hasattr(value, "__index__")
-    if isinstance(value, bool) or not is_whole or _is_known(value < 0):
-        raise BindingError(f"{name}: got {value!r}; expected an int >= 0")
+    if (
+        isinstance(value, bool)
+        or not is_whole
+        or _is_known(value < 0)
+        or _is_known(value > _WIDEST)
+    ):
+        raise BindingError(f"{name}: got {value!r}; expected an int from 0 to 2**63 - 1")
     return value if isinstance(value, int) else operator.index(value)
 
 

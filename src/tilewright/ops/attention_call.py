@@ -39,21 +39,22 @@ def attention_forward(
         stats = empty_stats(call)
         outputs["stats"] = stats
     if gate is None:
-        _run_forward(call, call.operands, outputs, _forward_key(call, call.operands, outputs))
+        _run_forward(call, call.operands, outputs, forward_key(call, call.operands, outputs))
         return o, stats
     inputs = {**call.operands, "gate": stepped(gate)}
     whole, part = (_declaring(call, operands, outputs) for operands in (inputs, call.operands))
-    key = _forward_key(call, inputs, outputs)
+    key = forward_key(call, inputs, outputs)
     if takes_together("sdpa", key, whole, part, call.device, call.engine):
         _run_forward(call, inputs, outputs, key)
         return o, stats
     # Here the gate is read after O is written.
     outputs["o"] = o if out is None else empty_output(call)
-    _run_forward(call, call.operands, outputs, _forward_key(call, call.operands, outputs))
+    _run_forward(call, call.operands, outputs, forward_key(call, call.operands, outputs))
     return gated(outputs["o"], gate, out), stats
 
 
-def _forward_key(call: Call, inputs: Operands, outputs: Operands) -> Hashable:
+def forward_key(call: Call, inputs: Operands, outputs: Operands) -> Hashable:
+    """What a forward's plan depends on beside the engine and the device."""
     return (call.options, _key(inputs), _key(outputs))
 
 

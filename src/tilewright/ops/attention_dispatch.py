@@ -23,7 +23,13 @@ from tilewright.ops.attention_call import attention_forward
 from tilewright.ops.attention_custom import attend_by_operator
 from tilewright.ops.attention_gradients import AttentionFunction
 from tilewright.ops.attention_records import AttentionOptions, Call
-from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient, serves_gradients
+from tilewright.ops.attention_repeat import Arguments
+from tilewright.ops.custom import (
+    is_traced,
+    needs_gradient,
+    require_operator_arguments,
+    serves_gradients,
+)
 from tilewright.ops.gating import gated
 from tilewright.ops.transforms import apply
 
@@ -43,8 +49,11 @@ def attend(
     out: torch.Tensor | None,
     engine: str | None,
     stream: Any,
+    arguments: Arguments | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """O, or (O, Stats), of q, k and v that are checked; ``operands`` are bias, lengths and tables.
+
+    ``arguments`` are what the function was given, where a call like it may be a repeated one.
 
     Raises:
         BindingError: naming the argument, what came and what is accepted.
@@ -76,7 +85,7 @@ def attend(
     stats: torch.Tensor | None
     needs_grad = needs_gradient(*differentiable)
     if is_traced(*call.operands.values(), out):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         want_stats = return_stats or serves_gradients(*differentiable)
         o, stats = attend_by_operator(call, want_stats=want_stats)
         if out is not None and gate is None:
@@ -86,6 +95,8 @@ def attend(
     elif gate is None or needs_gradient(gate) or is_traced(gate) or _share_storage(gate, out):
         # The gate may be the very buffer of ``out``, and is then read after O is written.
         o, stats = attention_forward(call, out if gate is None else None, want_stats=return_stats)
+        if gate is None and arguments is not None:
+            arguments.remember(call, o, stats)
     else:
         o, stats = attention_forward(call, out, want_stats=return_stats, gate=gate)
         gate = None

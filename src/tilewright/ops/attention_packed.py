@@ -24,7 +24,12 @@ from tilewright.ops.attention_arguments import (
 )
 from tilewright.ops.attention_declaring import stepped
 from tilewright.ops.attention_dispatch import attend
+from tilewright.ops.attention_repeat import Arguments, Way, with_types_of
+from tilewright.ops.repeats import Repeats
 from tilewright.ops.streams import lowered
+
+_CALLS: Repeats[Way] = Repeats()
+_OPERANDS = ("q", "k", "v", "cu_q", "cu_kv", "sink")
 
 
 @lowered("q", "k", "v")
@@ -67,6 +72,17 @@ def sdpa_varlen(
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if no engine takes the call.
     """
+    arguments = None
+    if gate is None and stream is None:
+        values = with_types_of(
+            *(window, max_seqlen_q, max_seqlen_kv, causal, align, scale, alibi, soft_cap),
+            *(dropout_p, deterministic, return_stats, stats_layout, engine),
+        )
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sink, out)
+        arguments = Arguments(_CALLS, _OPERANDS, tensors, values)
+        result = arguments.repeated()
+        if result is not None:
+            return result
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         require_float(name, require_tensor(name, tensor, 3))
         require_device(name, tensor, q.device)
@@ -111,4 +127,5 @@ def sdpa_varlen(
         out=out,
         engine=engine,
         stream=stream,
+        arguments=arguments,
     )

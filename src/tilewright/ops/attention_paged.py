@@ -23,8 +23,13 @@ from tilewright.ops.attention_arguments import (
     require_integers,
 )
 from tilewright.ops.attention_dispatch import attend
+from tilewright.ops.attention_repeat import Arguments, Way, with_types_of
 from tilewright.ops.custom import forbid_gradient
+from tilewright.ops.repeats import Repeats
 from tilewright.ops.streams import lowered
+
+_CALLS: Repeats[Way] = Repeats()
+_OPERANDS = ("q", "k", "v", "k_table", "v_table", "bias", "sink", "seqlens_q", "seqlens_kv")
 
 
 @lowered("q", "k_pages", "v_pages")
@@ -63,6 +68,14 @@ def sdpa_paged(
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if an operand requires grad, or no engine takes the call.
     """
+    arguments = None
+    if stream is None:
+        values = with_types_of(window, causal, align, scale, alibi, soft_cap, return_stats, engine)
+        given = (q, k_pages, v_pages, page_table, v_page_table, bias, sink)
+        arguments = Arguments(_CALLS, _OPERANDS, (*given, seqlens_q, seqlens_kv, out), values)
+        result = arguments.repeated()
+        if result is not None:
+            return result
     require_float("q", require_tensor("q", q, 4))
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         require_float(name, require_tensor(name, pages, 4))
@@ -121,4 +134,5 @@ def sdpa_paged(
         out=out,
         engine=engine,
         stream=stream,
+        arguments=arguments,
     )

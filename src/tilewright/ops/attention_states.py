@@ -15,7 +15,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient
+from tilewright.ops.custom import is_traced, needs_gradient, require_operator_arguments
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
@@ -62,7 +62,7 @@ def merge_states(
         require_device(name, tensor, o1.device)
     tensors = (o1, stats1, o2, stats2)
     if is_traced(*tensors):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         return _by_pytorch(*tensors)
     needs_grad = needs_gradient(*tensors)
     has_other_rank = not 2 <= o1.dim() <= MAX_RANK

@@ -12,7 +12,13 @@ import torch
 
 from tilewright.graph.enums import reduction_mode
 from tilewright.graph.graph import DeclaredGraph
-from tilewright.ops.custom import forbid_stream, is_traced, nothing, register, wanted_gradients
+from tilewright.ops.custom import (
+    is_traced,
+    nothing,
+    register,
+    require_operator_arguments,
+    wanted_gradients,
+)
 from tilewright.ops.declaring import bind_output, declare_all
 from tilewright.ops.first_order import first_order
 from tilewright.ops.plan_cache import operands_key, run
@@ -38,7 +44,7 @@ def convolve(
         return line[:, :, :0]
     result: torch.Tensor
     if is_traced(line, weight, bias):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         result = _conv1d_causal(line, weight, bias, activation is not None, engine)[0]
         return result
     operands = (line, weight, bias, activation is not None, engine, stream)

@@ -79,12 +79,24 @@ def store(out: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return out.copy_(made)
 
 
-def forbid_stream(stream: Any) -> None:
-    """An operator runs on its device's current stream.
+def require_engine(engine: Any) -> None:
+    """Require an engine's name, or None.
 
     Raises:
-        NotSupportedError: if a traced call names another one.
+        BindingError: for anything else.
     """
+    if engine is not None and not isinstance(engine, str):
+        raise BindingError(f"engine: got {engine!r}; expected an engine's name, or None")
+
+
+def require_operator_arguments(engine: Any, stream: Any) -> None:
+    """Require what a traced call's operator takes; it runs on its device's current stream.
+
+    Raises:
+        BindingError: if ``engine`` is no name.
+        NotSupportedError: if a stream is named.
+    """
+    require_engine(engine)
     if stream is not None:
         raise NotSupportedError(
             "stream: given in a traced call; expected None, and a torch.cuda.stream around it"

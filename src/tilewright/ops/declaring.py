@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from tilewright.dtypes import DataType
@@ -23,6 +25,11 @@ def alignment_of(tensor: torch.Tensor) -> int:
         return 0
     rest = tensor.data_ptr() % _WIDEST_ALIGNMENT
     return rest & -rest
+
+
+def are_aligned(device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
+    """True if ``alignment_of`` is 0 for each of ``tensors``, which are on ``device``."""
+    return device.type != "cuda" or not any(t.data_ptr() % _WIDEST_ALIGNMENT for t in tensors)
 
 
 def declare_like(graph: DeclaredGraph, name: str, tensor: torch.Tensor) -> Tensor:

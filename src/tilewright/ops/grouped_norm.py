@@ -27,12 +27,12 @@ from tilewright.ops.arguments import (
     require_tensor,
 )
 from tilewright.ops.custom import (
-    forbid_stream,
     is_traced,
     made_without_gradients,
     needs_gradient,
     nothing,
     register,
+    require_operator_arguments,
     serves_gradients,
     store,
     wanted_gradients,
@@ -98,7 +98,7 @@ def group_norm(
     options = _Options(num_groups, require_epsilon(eps))
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         wants = serves_gradients(x, weight, bias)
         y = _group_norm(x, weight, bias, *options, wants, engine)[0]
         return y if out is None else store(out, y)

@@ -25,10 +25,15 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, needs_gradient, serves_gradients, store
-from tilewright.ops.normalization_call import NormKind, norm_forward
+from tilewright.ops.custom import (
+    is_traced,
+    needs_gradient,
+    require_operator_arguments,
+    serves_gradients,
+    store,
+)
+from tilewright.ops.normalization_call import NormKind, norm_forward, repeated
 from tilewright.ops.normalization_custom import OPERATORS, NormFunction
-from tilewright.ops.normalization_repeat import repeated
 from tilewright.ops.streams import widened
 from tilewright.ops.transforms import apply
 
@@ -149,7 +154,7 @@ def _norm(
     require_out(out, x.shape, "x's shape", (x, weight, bias))
     needs_grad = needs_gradient(x, weight, bias)
     if is_traced(x, weight, bias, out):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         operator = OPERATORS[kind.operation]
         wants = serves_gradients(x, weight, bias)
         y = operator(x, weight, bias, kind.eps, kind.offset, wants, engine)[0]

@@ -10,13 +10,14 @@ import collections
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.errors import BindingError, NotSupportedError
 from tilewright.launch.context import device_and_stream
 from tilewright.launch.handles import Handle, as_stream_pointer
+from tilewright.ops.custom import require_engine
 from tilewright.ops.transforms import forbid_tangents, is_transformed, refusal
 from tilewright.ops.workspaces import keep_workspace, take_workspace
 from tilewright.planning.built import BuiltPlan
@@ -27,7 +28,34 @@ Operands = Mapping[str, torch.Tensor]
 
 _CAPACITY = 1024
 _lock = threading.Lock()
-_plans: collections.OrderedDict[Hashable, tuple[Graph, BuiltPlan]] = collections.OrderedDict()
+
+
+class PlanKey:
+    """The operation, its options and operands, the engine and the device; hashed only once."""
+
+    __slots__ = ("_hash", "_parts", "device", "operation")
+
+    def __init__(
+        self, operation: str, key: Hashable, engine: str | None, device: torch.device
+    ) -> None:
+        self.operation, self.device = operation, device
+        self._parts = (operation, key, engine, device)
+        self._hash = hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanKey) and self._parts == other._parts
+
+
+class _Kept(NamedTuple):
+    key: PlanKey
+    graph: Graph
+    built: BuiltPlan
+
+
+_plans: collections.OrderedDict[PlanKey, _Kept] = collections.OrderedDict()
 _together: collections.OrderedDict[Hashable, bool] = collections.OrderedDict()
 
 
@@ -67,7 +95,7 @@ def cached_explanations() -> list[Explanation]:
     "layer_norm", "linear" and so on.
     """
     with _lock:
-        graphs = [graph for graph, _ in _plans.values()]
+        graphs = [kept.graph for kept in _plans.values()]
     return [graph.explain() for graph in graphs]
 
 
@@ -124,17 +152,26 @@ def takes_together(
     return known
 
 
-def run_again(operation: str, key: Hashable, pack: Operands, device: torch.device) -> bool:
+def kept_key(
+    operation: str, key: Hashable, engine: str | None, device: torch.device
+) -> PlanKey | None:
+    """The key under which the plan of a call is kept, for ``run_again``; None if it is not."""
+    with _lock:
+        kept = _plans.get(PlanKey(operation, key, engine, device))
+    return None if kept is None else kept.key
+
+
+def run_again(key: PlanKey, pack: Operands, fill: Callable[[], Any] | None = None) -> bool:
     """As ``run`` with an earlier call's key, if its plan is kept; False if it is not.
 
     For callers that know by other means that the operands are what that call's were.
     """
     with _lock:
-        kept = _plans.get((operation, key, None, device))
+        kept = _plans.get(key)
         if kept is None:
             return False
-        _plans.move_to_end((operation, key, None, device))
-    _run_built(operation, kept[1], pack, device, None, None)
+        _plans.move_to_end(key)
+    _run_built(key.operation, kept.built, pack, key.device, None, fill)
     return True
 
 
@@ -177,14 +214,13 @@ def _plan(
     device: torch.device,
     engine: str | None,
 ) -> BuiltPlan:
-    if engine is not None and not isinstance(engine, str):
-        raise BindingError(f"engine: got {engine!r}; expected an engine's name, or None")
-    key = (operation, key, engine, device)
+    require_engine(engine)
+    plan_key = PlanKey(operation, key, engine, device)
     with _lock:
-        kept = _plans.get(key)
+        kept = _plans.get(plan_key)
         if kept is not None:
-            _plans.move_to_end(key)
-            return kept[1]
+            _plans.move_to_end(plan_key)
+            return kept.built
     # Built outside the lock: two threads may build the same plan, and the first one's is kept.
     graph = Graph(name=operation, handle=Handle(device), intermediate_data_type="float32")
     declare(graph)
@@ -194,7 +230,7 @@ def _plan(
     graph.build_plans()
     built = graph._active_plan()
     with _lock:
-        built = _plans.setdefault(key, (graph, built))[1]
+        built = _plans.setdefault(plan_key, _Kept(plan_key, graph, built)).built
         if len(_plans) > _CAPACITY:
             _plans.popitem(last=False)
     return built

@@ -26,12 +26,12 @@ from tilewright.ops.arguments import (
     require_type_of_x,
 )
 from tilewright.ops.custom import (
-    forbid_stream,
     is_traced,
     made_without_gradients,
     needs_gradient,
     nothing,
     register,
+    require_operator_arguments,
     serves_gradients,
     store,
     wanted_gradients,
@@ -118,7 +118,7 @@ def linear(
     needs_grad = needs_gradient(x, weight, bias)
     y: torch.Tensor
     if is_traced(x, weight, bias, out):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         wants = serves_gradients(x, weight, bias)
         y = _linear(flat, weight, bias, *epilogue, wants, engine)[0].reshape(shape)
         return y if out is None else store(out, y)

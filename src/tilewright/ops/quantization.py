@@ -29,7 +29,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, register
+from tilewright.ops.custom import is_traced, register, require_operator_arguments
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
 from tilewright.torch_dtypes import to_torch
@@ -118,7 +118,7 @@ def quantize(
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotSupportedError("quantize: x requires grad; rounding has none, use torch.no_grad")
     if is_traced(x):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         made: tuple[torch.Tensor, torch.Tensor] = _quantize(x, *blocks, engine)
         return made
     return _run_quantize(x, blocks, engine, stream)
@@ -170,7 +170,7 @@ def dequantize(
             f"scales: strides {scales.stride()}; expected {stride}, as tiles lie in memory"
         )
     if is_traced(elements, scales):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         x: torch.Tensor = _dequantize(elements, scales, *blocks, dtype, engine)
         return x
     return _run_dequantize(elements, scales, blocks, dtype, engine, stream)

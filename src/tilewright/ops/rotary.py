@@ -29,7 +29,7 @@ from tilewright.ops.arguments import (
     require_shape,
     require_tensor,
 )
-from tilewright.ops.custom import forbid_stream, is_traced, register
+from tilewright.ops.custom import is_traced, register, require_operator_arguments
 from tilewright.ops.plan_cache import operands_key, run
 from tilewright.ops.streams import on_its_stream
 from tilewright.ops.transforms import apply
@@ -110,7 +110,7 @@ def rope(
         require_distinct("x", x)
     y: torch.Tensor
     if is_traced(x, cos, sin):
-        forbid_stream(stream)
+        require_operator_arguments(engine, stream)
         y = _rope(x, tables["cos"], tables["sin"], *layout, engine)
         return x.copy_(y) if inplace else y
     if needs_grad:

@@ -9,7 +9,7 @@ import torch
 
 import tilewright as tw
 from tilewright import ops
-from tilewright.ops import attention_call, attention_declaring
+from tilewright.ops import attention_call, attention_declaring, attention_repeat
 from tilewright.ops.declaring import alignment_of
 
 pytestmark = pytest.mark.L0
@@ -61,6 +61,9 @@ def test_attention_declares_what_its_operands_have(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention_call, "run", noticing)
     for module in (attention_call, attention_declaring):
         monkeypatch.setattr(module, "alignment_of", of)
+    monkeypatch.setattr(
+        attention_repeat, "are_aligned", lambda _, tensors: not any(map(of, tensors))
+    )
     whole = torch.randn(3, 2 * 6 * 8 + 4, dtype=torch.float32)
     q, k, v = (torch.empty(2 * 6 * 8 + 4)[4:].copy_(row[4:]).view(1, 2, 6, 8) for row in whole)
     late = torch.empty(2 * 6 * 8 + 2)[2:].copy_(whole[0, 4:]).view(1, 2, 6, 8)

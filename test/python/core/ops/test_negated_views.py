@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewright as tw
 from tilewright import ops
 from tilewright.ops import plan_cache
 
@@ -95,3 +96,36 @@ def test_a_negated_out_is_written_so_that_it_reads_right(generator: torch.Genera
     out = torch.complex(torch.zeros_like(q), torch.zeros_like(q)).conj().imag
     assert ops.sdpa(q, q, q, out=out) is out
     assert torch.allclose(out, ops.sdpa(q, q, q), atol=1e-6)
+
+
+# What a call has that is no operand is refused by name on the way of operators, too.
+Q, ROWS = torch.randn(2, 4, 5, 8), torch.randn(5, 4, 8)
+REFUSED: dict[str, Callable[..., Any]] = {
+    "sdpa": lambda x, **wrong: ops.sdpa(x(Q), Q, Q, **wrong),
+    "sdpa_varlen": lambda x, **wrong: ops.sdpa_varlen(
+        x(ROWS), ROWS, ROWS, SUMS, SUMS, 3, 3, **wrong
+    ),
+    "sdpa_decode": lambda x, **wrong: ops.sdpa_decode(x(Q), Q, Q, torch.tensor([5, 2]), **wrong),
+    "merge_states": lambda x, **wrong: ops.merge_states(x(Q), Q[..., 0], Q, Q[..., 0], **wrong),
+    "rms_norm": lambda x, **wrong: ops.rms_norm(x(Q), torch.ones(8), **wrong),
+    "layer_norm": lambda x, **wrong: ops.layer_norm(x(Q), **wrong),
+    "group_norm": lambda x, **wrong: ops.group_norm(x(Q), 2, **wrong),
+    "rope": lambda x, **wrong: ops.rope(x(Q), torch.ones(5, 4), torch.ones(5, 4), **wrong),
+    "linear": lambda x, **wrong: ops.linear(x(Q), torch.ones(3, 8), **wrong),
+    "conv1d_causal": lambda x, **wrong: ops.conv1d_causal(x(Q[0]), torch.ones(8, 3), **wrong),
+}
+
+
+@pytest.mark.parametrize("view", [torch.clone, lambda x: torch._neg_view(-x)], ids=["own", "view"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_name_of_an_engine_is_refused(name: str, view: Callable[..., Any]) -> None:
+    for wrong in (0, ["aten"]):
+        with pytest.raises(tw.BindingError, match=r"engine: got .*; expected an engine's name"):
+            REFUSED[name](view, engine=wrong)
+
+
+@pytest.mark.parametrize("view", [torch.clone, lambda x: torch._neg_view(-x)], ids=["own", "view"])
+def test_a_length_that_no_integer_of_64_bits_holds_is_refused(view: Callable[..., Any]) -> None:
+    for lengths in ((2**63, 3), (3, 2**70), (-1, 3)):
+        with pytest.raises(tw.BindingError, match=r"max_seqlen_.*: got .*; expected an int from 0"):
+            ops.sdpa_varlen(view(ROWS), ROWS, ROWS, SUMS, SUMS, *lengths)

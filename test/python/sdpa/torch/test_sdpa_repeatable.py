@@ -21,7 +21,7 @@ def flag() -> object:
 
 def flags() -> list[bool]:
     """What each planned backward declares, in order."""
-    graphs = [graph for graph, _ in plan_cache._plans.values()]
+    graphs = [kept.graph for kept in plan_cache._plans.values()]
     operations = [operation for graph in graphs for operation in graph.operations]
     return [op.use_deterministic_algorithm for op in operations if op.kind == "sdpa_backward"]
 

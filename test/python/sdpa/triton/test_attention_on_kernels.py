@@ -261,7 +261,7 @@ def test_functions_take_kernels_unasked() -> None:
         ops.sdpa_paged(q, *pages, table, lengths)
         state = ops.sdpa_decode(q[:, :, :1], k, v, lengths, return_stats=True)
         ops.merge_states(*state, *state)
-    ran = [(graph.name, built.plan.engine_name) for graph, built in plan_cache._plans.values()]
+    ran = [(kept.graph.name, kept.built.plan.engine_name) for kept in plan_cache._plans.values()]
     assert {name for name, _ in ran} >= {"sdpa", "sdpa_backward", "merge_states"} and len(ran) >= 10
     assert {engine for _, engine in ran} <= {"triton", "hopper"}, ran
 

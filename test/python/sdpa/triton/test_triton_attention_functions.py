@@ -80,7 +80,7 @@ def test_gradients_and_stats_come_from_the_kernels(name: str) -> None:
         finite = torch.isfinite(want)
         assert torch.equal(torch.isfinite(got), finite), index
         assert torch.allclose(got[finite], want[finite], rtol=1e-4, atol=2e-5), index
-    ran = [(graph.name, built.plan.engine_name) for graph, built in plan_cache._plans.values()]
+    ran = [(kept.graph.name, kept.built.plan.engine_name) for kept in plan_cache._plans.values()]
     assert sorted(ran) == [
         (function, engine)
         for function in ("sdpa", "sdpa_backward")
@@ -138,7 +138,7 @@ def test_up_to_sixteen_queries_share_the_keys_of_a_group(rows: int, heads: tuple
     assert torch.allclose(made[0], made[2], atol=1e-5)
     assert torch.allclose(made[1], made[3], atol=1e-5)
     assert torch.isneginf(made[1][1, :, 0]).all() and not made[0][1, :, 0].any()
-    plans = [built.plan for _, built in plan_cache._plans.values()]
+    plans = [kept.built.plan for kept in plan_cache._plans.values()]
     assert [plan.engine_name for plan in plans] == ["triton", "aten"]
     # On a GPU one launch is quicker for so few keys.
     assert HAS_GPU or dict(plans[0].knobs)[knob_type.SPLIT_K] > 1
@@ -161,12 +161,13 @@ def test_a_gate_is_one_kernel_behind(dtype: torch.dtype) -> None:
         assert made.dtype is dtype and (into is None or made is into)
         wanted = expected if given is gate else o.double() * torch.sigmoid(gate.to(dtype).double())
         assert (made.double() - wanted).abs().max() <= step * wanted.abs().max()
-    plans = [built.plan for graph, built in plan_cache._plans.values() if graph.name == "gate"]
+    kept_plans = plan_cache._plans.values()
+    plans = [kept.built.plan for kept in kept_plans if kept.graph.name == "gate"]
     assert plans and all(plan.engine_name == "triton" for plan in plans)
 
 
 def kept() -> list[tuple[str, str]]:
-    return [(graph.name, built.plan.engine_name) for graph, built in plan_cache._plans.values()]
+    return [(kept.graph.name, kept.built.plan.engine_name) for kept in plan_cache._plans.values()]
 
 
 def test_attention_takes_it_in_its_own_kernel() -> None:
@@ -229,7 +230,8 @@ def test_states_of_two_caches_merge(engine: str | None) -> None:
     o, stats = ops.merge_states(*empty, *empty, engine=engine)
     assert not o.any() and torch.isneginf(stats).all()
     if engine:
-        (built,) = (b for g, b in plan_cache._plans.values() if g.name == "merge_states")
+        kept_plans = plan_cache._plans.values()
+        (built,) = (kept.built for kept in kept_plans if kept.graph.name == "merge_states")
         assert built.plan.engine_name == engine and built.workspace_bytes == 0
 
 
