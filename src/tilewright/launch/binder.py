@@ -135,6 +135,8 @@ class Binder:
                     view, start, stop = self._bind_other(self.slots[position], buffer)
                 if start & mask and stop != start:
                     self._refuse_alignment(self.slots[len(views)], start)
+                if stop and not start:
+                    self._refuse_null(self.slots[len(views)])
                 views.append(view)
                 starts.append(start)
                 stops.append(stop)
@@ -246,6 +248,9 @@ class Binder:
             f"{slot.alignment_bytes} bytes, the alignment of the declaration"
         )
 
+    def _refuse_null(self, slot: Slot) -> None:
+        raise BindingError(f"tensor {slot.label}: a null pointer; expected {slot.span_bytes} bytes")
+
     def _bind_other(self, slot: Slot, buffer: Any) -> tuple[torch.Tensor, int, int]:
         if buffer is None:
             role = "output" if slot.is_output else "input"
@@ -317,9 +322,7 @@ class Binder:
 
     def _bind_pointer(self, slot: Slot, pointer: int) -> tuple[torch.Tensor, int, int]:
         if pointer == 0 and slot.span_bytes:
-            raise BindingError(
-                f"tensor {slot.label}: a null pointer; expected {slot.span_bytes} bytes"
-            )
+            self._refuse_null(slot)
         if pointer % slot.alignment_bytes or not (self._needs_views or slot.is_pass_by_value):
             return _NO_VIEW, pointer, pointer + slot.span_bytes
         from tilewright.launch.pointers import bytes_at

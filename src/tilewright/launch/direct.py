@@ -185,7 +185,13 @@ def _generate(
             " if current_device() != device_index:",
             "  return False",
         ]
-    lines.append(f" facts = ({''.join(fact + ', ' for fact in facts)})")
+    # A tensor without memory, such as one of zeros that are not there, has no place to tell.
+    lines += [
+        " try:",
+        f"  facts = ({''.join(fact + ', ' for fact in facts)})",
+        " except RuntimeError:",
+        "  return False",
+    ]
     if is_launched:
         lines += [" try:", "  entry = pop()", " except IndexError:", "  entry = make()"]
     else:

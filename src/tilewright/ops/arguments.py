@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from tilewright.errors import BindingError
-from tilewright.graph.shapes import self_overlaps
+from tilewright.graph.shapes import self_overlaps, span_elements
+from tilewright.launch.slots import owned_bytes
 from tilewright.ops.custom import is_traced, needs_gradient
+from tilewright.ops.transforms import is_transformed
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -35,7 +37,23 @@ def require_tensor(name: str, value: Any, rank: int | None = None) -> torch.Tens
         raise BindingError(
             f"{name}: shape {tuple(value.shape)} has {value.dim()} axes; expected {rank}"
         )
+    require_storage(name, value)
     return value
+
+
+def require_storage(name: str, tensor: torch.Tensor) -> None:
+    """Require that the storage has what the tensor says: it may have been resized under it.
+
+    PyTorch does not ask, and reads and writes whatever lies there.
+    """
+    if is_traced(tensor) or is_transformed() or tensor.device.type == "meta":
+        return
+    needed = span_elements(tensor.shape, tensor.stride()) * tensor.element_size()
+    if owned_bytes(tensor) < needed:
+        raise BindingError(
+            f"{name}: its storage has {owned_bytes(tensor)} bytes from its first element; expected "
+            f"{needed} for shape {tuple(tensor.shape)} with stride {tensor.stride()}"
+        )
 
 
 def require_float(

@@ -77,7 +77,7 @@ def sdpa(
             tensors) replay a mask; seed None draws one from torch's generator, anew in each replay
             of a captured call.
         seqlens_q, seqlens_kv: (B,) int32 or int64 lengths of padded sequences.
-        gate: O's shape; the result is O * sigmoid(gate).
+        gate: O's shape; the result is O * sigmoid(gate), in rows of no sequence too.
         deterministic: bitwise repeatable gradients, which torch.use_deterministic_algorithms
             asks for too.
         return_stats: also return Stats (B, Hq, Sq), the natural log-sum-exp of each row in
@@ -174,6 +174,9 @@ def sdpa_decode(
         BindingError: naming the argument, what came and what is accepted.
         NotSupportedError: if no engine takes the call.
     """
+    if seqlens_kv is None:
+        # Of sdpa's it is an option.
+        require_tensor("seqlens_kv", seqlens_kv, 1)
     return sdpa(
         q,
         k,

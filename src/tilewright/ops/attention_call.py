@@ -21,7 +21,7 @@ from tilewright.ops.attention_declaring import (
 from tilewright.ops.attention_records import Call
 from tilewright.ops.declaring import alignment_of
 from tilewright.ops.gating import gated
-from tilewright.ops.plan_cache import Operands, operands_key, run, takes_together
+from tilewright.ops.plan_cache import Fill, Operands, operands_key, run, takes_together
 
 
 def attention_forward(
@@ -93,8 +93,22 @@ def _run_forward(call: Call, inputs: Operands, outputs: Operands, key: Hashable)
         device=call.device,
         engine=call.engine,
         stream=call.stream,
-        fill=outputs["o"].zero_ if call.is_packed else None,
+        fill=zeroing(outputs["o"]) if call.is_packed else None,
     )
+
+
+def zeroing(o: torch.Tensor) -> Fill:
+    """What makes rows of no sequence 0, before the others are written.
+
+    On a CPU sequences are looked at when the plan runs, and may be refused then (L1).
+    """
+
+    def fill() -> Callable[[], Any]:
+        before = o.clone() if o.device.type == "cpu" else o
+        o.zero_()
+        return lambda: o.copy_(before)
+
+    return fill
 
 
 def attention_backward(

@@ -111,6 +111,7 @@ def sdpa_paged(
         joined = join_bias_and_mask(bias, None, (batch, heads, q.shape[2], longest), q)
         if joined is not None:
             operands["bias"] = joined
+    require_tensor("seqlens_kv", seqlens_kv, 1)
     operands |= padded_lengths(seqlens_q, seqlens_kv, q, longest)
     options = options_of(
         causal, align, window, scale, depth, alibi, soft_cap, 0.0, False, max_kv=longest

@@ -7,13 +7,13 @@ copies, which each call makes anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.ops.attention_call import forward_key
+from tilewright.ops.attention_call import forward_key, zeroing
 from tilewright.ops.attention_records import Call
 from tilewright.ops.declaring import are_aligned
 from tilewright.ops.plan_cache import PlanKey, kept_key, run_again
@@ -68,11 +68,17 @@ class Way:
     is_packed: bool
 
     def go(self, tensors: Operands) -> Result | None:
-        """The result, or None if the plan is not kept or an address is not as aligned as it was."""
+        """The result, or None if the plan is not kept or an operand not as it was."""
         pack: dict[str, Any] = {}
         for name, number, layout in self.operands:
             tensor: Any = tensors[number]
-            pack[name] = tensor if layout is None else tensor.as_strided(*layout)
+            if layout is not None:
+                try:
+                    tensor = tensor.as_strided(*layout)
+                except RuntimeError:
+                    # Its storage was made smaller: the checks name it.
+                    return None
+            pack[name] = tensor
         device = self.key.device
         out = tensors[-1]
         o = pack["o"] = self._new_output() if out is None else out
@@ -80,7 +86,7 @@ class Way:
             return None
         for name, batch, extent in self.extents:
             pack[name] = torch.full((batch,), extent, dtype=torch.int32, device=device)
-        fill: Callable[[], Any] | None = o.zero_ if self.is_packed else None
+        fill = zeroing(o) if self.is_packed else None
         if self.stats is None:
             return o if run_again(self.key, pack, fill) else None
         shape, dtype = self.stats
@@ -100,6 +106,9 @@ def _way_of(
     arguments: Arguments, call: Call, out: torch.Tensor, stats: torch.Tensor | None
 ) -> Way | None:
     if call.options.dropout_p or call.stream is not None:
+        return None
+    if call.is_packed and arguments.tensors[-1] is not None:
+        # It is filled whole; of packed operands a plan asks only for what sequences reach.
         return None
     outputs = {"o": out} if stats is None else {"o": out, "stats": stats}
     if not are_aligned(call.device, (*call.operands.values(), *outputs.values())):

@@ -25,6 +25,8 @@ from tilewright.planning.explain import Explanation
 from tilewright.planning.graph import Graph
 
 Operands = Mapping[str, torch.Tensor]
+# Writes what a graph leaves alone of its outputs, and returns what takes that back.
+Fill = Callable[[], Callable[[], Any]]
 
 _CAPACITY = 1024
 _lock = threading.Lock()
@@ -109,13 +111,13 @@ def run(
     device: torch.device,
     engine: str | None = None,
     stream: Any = None,
-    fill: Callable[[], Any] | None = None,
+    fill: Fill | None = None,
 ) -> str:
     """Run the graph that ``declare`` declares, by tensor name; returns the plan's name.
 
     ``operation`` says what the graph computes, and names it. ``declare`` is called once a key. The
-    workspace is allocated here, on the stream that the work goes to. ``fill`` writes what the graph
-    leaves alone of its outputs; it is called once every operand is accepted.
+    workspace is allocated here, on the stream that the work goes to. ``fill`` is called once every
+    operand is accepted.
 
     Raises:
         NotSupportedError: if no engine, or not the wanted one, takes the graph, a torch.func
@@ -161,17 +163,21 @@ def kept_key(
     return None if kept is None else kept.key
 
 
-def run_again(key: PlanKey, pack: Operands, fill: Callable[[], Any] | None = None) -> bool:
-    """As ``run`` with an earlier call's key, if its plan is kept; False if it is not.
+def run_again(key: PlanKey, pack: Operands, fill: Fill | None = None) -> bool:
+    """As ``run`` with an earlier call's key; False if its plan is not kept, or refuses an operand.
 
-    For callers that know by other means that the operands are what that call's were.
+    For callers that know by other means that the operands are what that call's were. A refusal is
+    theirs to tell: the plan does not know what the function calls its arguments.
     """
     with _lock:
         kept = _plans.get(key)
         if kept is None:
             return False
         _plans.move_to_end(key)
-    _run_built(key.operation, kept.built, pack, key.device, None, fill)
+    try:
+        _run_built(key.operation, kept.built, pack, key.device, None, fill)
+    except BindingError:
+        return False
     return True
 
 
@@ -181,7 +187,7 @@ def _run_built(
     pack: Operands,
     device: torch.device,
     stream: Any,
-    fill: Callable[[], Any] | None,
+    fill: Fill | None,
 ) -> None:
     forbid_tangents(operation, pack.values())
     try:
@@ -196,14 +202,18 @@ def _run_built(
         raise refusal(operation) from error
 
 
-def _execute(built: BuiltPlan, pack: Operands, fill: Callable[[], Any] | None) -> None:
+def _execute(built: BuiltPlan, pack: Operands, fill: Fill | None) -> None:
     workspace = take_workspace(built)
     if fill is None:
         built.execute(pack, workspace)
     else:
         frame = built.bind(pack, workspace)
-        fill()
-        frame.launch()
+        take_back = fill()
+        try:
+            frame.launch()
+        except BindingError:
+            take_back()
+            raise
     keep_workspace(workspace)
 
 

@@ -71,13 +71,18 @@ def attend(part: Part, outputs: ForwardOutputs) -> None:
     tiling = choose_tiling(batches, heads_kv, part.group, rows, keys, band, part.block_budget)
     for chunk in chunks(batches, heads_kv, tiling):
         k, v = converted_keys(part, chunk)
-        clean = part.is_clean(k, v)
+        clean = part.is_clean(k, v, _queries(part, chunk))
         values = v if clean else _with_marks(v)
         for block in blocks(chunk, part.group, rows, keys, band, tiling):
             if block.key[0] == block.key[1]:
                 _write_unseeing(part, outputs, block)
             else:
                 _attend_block(part, outputs, block, k, values, clean)
+
+
+def _queries(part: Part, chunk: Chunk) -> Tensor:
+    heads = slice(chunk.head_kv[0] * part.group, chunk.head_kv[1] * part.group)
+    return part.q[slice(*chunk.batch), heads]
 
 
 def converted_keys(part: Part, chunk: Chunk) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ class Part:
             return False
         total = 0.0
         for operand in operands:
-            total += operand.sum().item()
+            total += operand.sum(dtype=self.compute).item()
         return total - total == 0.0
 
 
@@ -135,8 +135,10 @@ def finish_scores(
     scores = products.view(shape)
     if part.bias is not None:
         bias = broadcast_slice(part.bias, block).to(scores.dtype)
+        # Products of finite operands may overflow, to NaN if of either sign.
+        is_finite = clean and part.is_clean(scores)
         scores.add_(bias)
-        if not clean:
+        if not is_finite:
             # A bias of -inf hides a key whatever the key holds; NaN - inf would be NaN.
             scores.masked_fill_(bias == -torch.inf, -torch.inf)
     if part.slopes is not None:

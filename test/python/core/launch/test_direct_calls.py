@@ -22,6 +22,7 @@ from launch_samples.norm import (
     outcome,
     slots,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tilewright as tw
 from tilewright.launch.direct import DirectCalls
@@ -178,6 +179,19 @@ def test_a_nested_tensor_is_refused_however_often_a_plan_was_called(
             kind, message = outcome(fake_driver, functools.partial(run, nested))
             assert kind == "BindingError" and "'x': a nested tensor" in message
             assert len(outcome(fake_driver, functools.partial(run, pack))) == 1
+
+
+def test_a_tensor_without_memory_is_refused(fake_driver: Any, norm: Any) -> None:
+    # Its address is 0: another's that holds tensors, one of a fake mode, and one of zeros.
+    built, pack = norm(), operands()
+    fake = torch._subclasses.FakeTensorMode().from_tensor(pack["x"])
+    zeros = torch._efficientzerotensor((ROWS, WIDTH))
+    for other in (TwoTensor(pack["x"], pack["x"]), fake, zeros):
+        for _ in range(3):
+            for run in (lambda p: built.execute(p), lambda p: built.bind(p).launch()):
+                kind, message = outcome(fake_driver, functools.partial(run, {**pack, "x": other}))
+                assert kind == "BindingError" and "'x': a null pointer" in message
+                assert len(outcome(fake_driver, functools.partial(run, pack))) == 1
 
 
 def test_a_storage_that_shrank_to_where_another_was_is_refused(

@@ -177,6 +177,16 @@ def test_what_an_engine_would_trip_over_is_refused(given: dict[str, Any], named:
         ops.sdpa(q, q, q, **given)
 
 
+def test_lengths_that_a_function_needs_are_no_option() -> None:
+    q, pages, table = torch.ones(1, 2, 1, 8), torch.ones(2, 4, 2, 8), torch.tensor([[0, 1]])
+    none: Any = None
+    for _ in range(2):
+        with pytest.raises(tw.BindingError, match="seqlens_kv: got NoneType"):
+            ops.sdpa_decode(q, q, q, none)
+        with pytest.raises(tw.BindingError, match="seqlens_kv: got NoneType"):
+            ops.sdpa_paged(q, pages, pages, table, none)
+
+
 @pytest.mark.parametrize("through", ["dense", "fused", "packed"])
 def test_a_second_derivative_is_refused(through: str) -> None:
     # Of a sum, whose own gradient requires none: it is a function of the operands all the same.
